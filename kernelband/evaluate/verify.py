@@ -1,0 +1,242 @@
+"""Verify: the verdict on a candidate's bytes, computed where candidate code never ran.
+
+Owns the oracle runs (fp64 truth and an honest run in the case's dtype), the input families, and the comparison. Never
+sees a candidate's objects: only tensors that the trusted side read from buffers of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernelband.errors import UserError
+from kernelband.task import Case, Contract, Output, Task, Tolerance
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is right for one set of inputs: per output, the fp64 truth and the honest run in the case's dtype."""
+
+    inputs: dict[str, Any]
+    exact: list[torch.Tensor]
+    honest: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """ok, or why not. error: the largest error over what was allowed (dimensionless; 1 is the limit)."""
+
+    ok: bool
+    kind: str = "pass"
+    detail: str = ""
+    error: float = 0.0
+
+
+def draw(task: Task, case: Case, seed: int, family: str, device: str) -> dict[str, Any]:
+    """Fresh inputs of a case. family: 'drawn' as the task makes them; 'offset' 2x + 1/2 and 'spike' one element at a
+    random place set to eight times the largest, each for floating tensors that are not constant.
+
+    Raises UserError if the generator raises or gives arguments in another order than the reference takes.
+    """
+    generator = torch.Generator(device=device)
+    generator.manual_seed(seed)
+    try:
+        made = task.inputs(case, generator)
+    except Exception as err:
+        raise UserError(f"task {task.name!r}, case {case.name!r}: its input generator raised {type(err).__name__}: "
+                        f"{err}.") from None
+    if not isinstance(made, dict):
+        raise UserError(f"task {task.name!r}, case {case.name!r}: inputs() must return a dict of arguments by name, not "
+                        f"{type(made).__name__}.")
+    if family == "drawn":
+        return made
+    for name, value in made.items():
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() == 0:
+            continue
+        if name in task.contract.constant:
+            continue
+        if family == "offset":
+            made[name] = (value.float() * 2 + 0.5).to(value.dtype)
+        elif family == "spike":
+            changed = value.clone()
+            place = int(torch.randint(value.numel(), (1,), generator=generator, device=device))
+            changed.view(-1)[place] = 8 * value.abs().max().float()
+            made[name] = changed
+        else:
+            raise UserError(f"task {task.name!r}: unknown input family {family!r}; known: drawn, offset, spike.")
+    return made
+
+
+def flatten(result: Any) -> list[Any]:
+    """Returned values in order, nested lists, tuples and dicts unfolded."""
+    if isinstance(result, (list, tuple)):
+        return [leaf for part in result for leaf in flatten(part)]
+    if isinstance(result, Mapping):
+        return [leaf for part in result.values() for leaf in flatten(part)]
+    return [result]
+
+
+def _run(task: Task, inputs: Mapping[str, Any], dtype: torch.dtype | None, case: Case) -> list[torch.Tensor]:
+    """The oracle's outputs for copies of the inputs, floating tensors lifted to `dtype` first."""
+    own = {}
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            value = value.clone()
+            if dtype is not None and value.is_floating_point():
+                value = value.to(dtype)
+        own[name] = value
+    try:
+        with torch.no_grad():
+            returned = flatten(task.reference(*own.values()))
+    except Exception as err:
+        raise UserError(f"task {task.name!r}, case {case.name!r}: the reference raised {type(err).__name__}: {err}. It "
+                        f"must take inputs() in order and work in fp64.") from None
+    outs = []
+    for out in task.contract.outputs:
+        if out.source == "return":
+            if out.index >= len(returned) or not isinstance(returned[out.index], torch.Tensor):
+                raise UserError(f"task {task.name!r}, case {case.name!r}: the reference returns no tensor number "
+                                f"{out.index}, which the contract lists as an output.")
+            outs.append(returned[out.index])
+        else:
+            outs.append(own[out.source])
+    return outs
+
+
+def truth(task: Task, case: Case, inputs: dict[str, Any]) -> Truth:
+    """Run the oracle in fp64 and honestly, with reduced-precision shortcuts off. Raises UserError if it raises."""
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        return Truth(inputs, _run(task, inputs, torch.float64, case), _run(task, inputs, None, case))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+
+
+def check_deterministic(task: Task, case: Case, inputs: dict[str, Any]) -> None:
+    """Raises UserError if two honest runs of the oracle on the same inputs differ in any bit."""
+    first, second = _run(task, inputs, None, case), _run(task, inputs, None, case)
+    for out, a, b in zip(task.contract.outputs, first, second, strict=True):
+        if out.compare != "predicate" and not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)):
+            raise UserError(f"task {task.name!r}, case {case.name!r}: the reference is not deterministic: two runs on "
+                            f"the same inputs differ. Make it so (fixed seeds inside, no atomics), or compare by a "
+                            f"predicate.")
+
+
+def output_specs(task: Task, right: Truth) -> list[dict[str, Any]]:
+    """What the entry point must produce, for the child: origin, shape and dtype of each output."""
+    specs = []
+    for out, honest in zip(task.contract.outputs, right.honest, strict=True):
+        origin = {"from": "return", "index": out.index} if out.source == "return" else {"from": "arg", "name": out.source}
+        specs.append({**origin, "shape": list(honest.shape), "dtype": str(honest.dtype).removeprefix("torch.")})
+    return specs
+
+
+def judge(right: Truth, got: Sequence[torch.Tensor], said: Sequence[Mapping[str, Any]], contract: Contract) -> Verdict:
+    """The verdict on the outputs of one call.
+
+    got: per output, the buffer that the trusted side read, of the honest output's shape and dtype. said: the child's
+    description of what it had ('shape', 'dtype', 'written'), used only to name a mismatch.
+    """
+    worst = Verdict(True)
+    for i, (out, honest, exact, value) in enumerate(zip(contract.outputs, right.honest, right.exact, got, strict=True)):
+        name = f"output {i}" if out.source == "return" else f"argument {out.source!r}"
+        told = said[i] if i < len(said) and isinstance(said[i], Mapping) else {}
+        if told.get("written") is not True:
+            return Verdict(False, "wrong", f"{name}: expected shape {list(honest.shape)} {_name(honest.dtype)}, got "
+                                           f"shape {told.get('shape')} {told.get('dtype')}", math.inf)
+        verdict = _compare(out, honest, exact, value, right.inputs, contract.tolerance, name)
+        if not verdict.ok:
+            return verdict
+        if verdict.error > worst.error:
+            worst = verdict
+    return worst
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _compare(out: Output, honest: torch.Tensor, exact: torch.Tensor, got: torch.Tensor, inputs: Mapping[str, Any],
+             tolerance: Tolerance, name: str) -> Verdict:
+    if out.compare == "predicate":
+        assert out.predicate is not None
+        fine = bool(out.predicate(inputs, got))
+        return Verdict(fine, "pass" if fine else "wrong", "" if fine else f"{name}: the task's predicate says no")
+    if out.compare == "permutation":
+        honest, exact, got = (t.sort(dim=-1).values if t.ndim else t for t in (honest, exact, got))
+    if out.compare == "exact" or not honest.is_floating_point():
+        same = torch.equal(honest, got)
+        return Verdict(True) if same else Verdict(False, "wrong", f"{name}: {_first(honest, got)}", math.inf)
+    return close(honest, exact, got, tolerance, name)
+
+
+def _first(honest: torch.Tensor, got: torch.Tensor) -> str:
+    bad = (honest != got).reshape(-1)
+    at = int(bad.int().argmax())
+    return (f"{int(bad.sum())} of {bad.numel()} elements differ; first at {_place(at, honest.shape)}: expected "
+            f"{honest.reshape(-1)[at].item()}, got {got.reshape(-1)[at].item()}")
+
+
+def _place(flat: int, shape: Sequence[int]) -> str:
+    index = []
+    for n in reversed(shape):
+        index.append(flat % n)
+        flat //= n
+    return str(tuple(reversed(index)))
+
+
+def close(honest: torch.Tensor, exact: torch.Tensor, got: torch.Tensor, limit: Tolerance, name: str) -> Verdict:
+    """Error against the fp64 truth, relative to the error of an honest run in the same dtype (see Tolerance).
+
+    Non-finite elements must be of the same class (NaN, +inf, -inf) as in the honest run or in the truth rounded to the
+    dtype. Rows are slices along the last axis.
+    """
+    if honest.numel() == 0:
+        return Verdict(True)
+    rounded = exact.to(honest.dtype)
+    expected_bad = ~torch.isfinite(honest) | ~torch.isfinite(rounded)
+    odd = (_class(got) != _class(honest)) & (_class(got) != _class(rounded))
+    if bool(odd.any()):
+        at = int(odd.reshape(-1).int().argmax())
+        return Verdict(False, "wrong", f"{name}: {got.reshape(-1)[at].item()} at {_place(at, got.shape)}, expected "
+                                       f"{honest.reshape(-1)[at].item()} ({int(odd.sum())} such elements)", math.inf)
+    zero = torch.zeros((), dtype=torch.float64, device=got.device)
+    truth64 = torch.where(expected_bad, zero, exact.double())
+    error = torch.where(expected_bad, zero, got.double()) - truth64
+    yard = torch.where(expected_bad, zero, honest.double()) - truth64
+    ulp = torch.finfo(honest.dtype).eps * limit.floor_ulp
+    rms = lambda t: float(t.square().mean().sqrt())  # noqa: E731
+    largest = float(truth64.abs().max())
+    allowed_rms = limit.rmse_ratio * rms(yard) + ulp * rms(truth64)
+    allowed_max = limit.max_ratio * float(yard.abs().max()) + ulp * largest
+    shares = {"RMS error": rms(error) / max(allowed_rms, 1e-300),
+              "largest error": float(error.abs().max()) / max(allowed_max, 1e-300)}
+    if honest.ndim and honest.shape[-1] > 1:
+        rows = truth64.reshape(-1, honest.shape[-1])
+        spread = rows.std(dim=-1, unbiased=False)
+        of = lambda t: t.reshape(rows.shape).square().mean(dim=-1).sqrt() / spread.clamp_min(1e-300)  # noqa: E731
+        asked = (of(yard) <= limit.centred / 5) & (spread > ulp * largest)
+        if bool(asked.any()):
+            shares["error of a row over its spread"] = float(of(error)[asked].max()) / limit.centred
+    what, share = max(shares.items(), key=lambda item: item[1])
+    if share <= 1.0:
+        return Verdict(True, error=share)
+    at = int(error.abs().reshape(-1).argmax())
+    return Verdict(False, "wrong", f"{name}: {what} is {share:.3g} times what is allowed; worst element at "
+                                   f"{_place(at, got.shape)}: expected {exact.reshape(-1)[at].item():.7g}, got "
+                                   f"{got.reshape(-1)[at].item():.7g}", share)
+
+
+def _class(t: torch.Tensor) -> torch.Tensor:
+    return torch.isnan(t).int() * 3 + torch.isposinf(t).int() + torch.isneginf(t).int() * 2
+
+
+def family_for(contract: Contract, index: int) -> tuple[str, ...]:
+    """Families for the index-th check case: always the drawn one, and one other in turn."""
+    others = [f for f in contract.families if f != "drawn"]
+    return ("drawn", others[index % len(others)]) if others else ("drawn",)

@@ -1,0 +1,152 @@
+"""The events of a run: what a journal holds, and nothing that can be derived from it.
+
+Every event is a frozen record of plain values. An event is identified by its position in the journal; a pull by its
+number, a candidate by the hash of its source. Deliberately not recorded: the frontier, the incumbent, arm weights,
+prune reasons, queue depths (all follow from the events), and the sources themselves (they lie in `sources/` under
+their hash, written before the event that names them).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+FORMAT = 1
+
+OutcomeKind = Literal[
+    "measured",         # judged right and timed (or modelled)
+    "wrong",            # disagrees with the oracle
+    "tampered",         # touched what it must not touch
+    "unsafe_memory",    # wrote or read outside of its buffers
+    "compile_failed",   # does not import or compile, or asks for more than the device has
+    "crashed",          # its process died
+    "timed_out",
+    "unchanged",        # the writer returned the parent
+    "duplicate",        # the writer returned a source that was tried before
+    "not_applicable",   # the writer has nothing to offer here; costs no pull
+    "write_failed",
+    "infra",            # our fault, not the candidate's
+]
+FREE: frozenset[str] = frozenset({"not_applicable"})
+WRITTEN: frozenset[str] = frozenset({"measured", "wrong", "tampered", "unsafe_memory", "compile_failed", "crashed",
+                                     "timed_out", "infra"})
+
+
+class _Event(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class CaseTime(_Event):
+    """Latency of one timed case: microseconds a call, median with its interval, and how many samples it rests on."""
+
+    us: float = Field(gt=0)
+    low: float = Field(gt=0)
+    high: float = Field(gt=0)
+    samples: int = Field(ge=1)
+
+
+class Result(_Event):
+    """What the evaluator found out about one candidate.
+
+    times: by timed case. log_speedup: mean over timed cases of log(baseline / candidate). sd: its standard deviation.
+    facts: compiled facts, summarised (registers, spills, shared, num_warps, num_stages, occupancy), and the modelled
+    or measured share of each resource's peak (`load`: resource -> 0..1); rung: where the load comes from.
+    """
+
+    times: dict[str, CaseTime]
+    log_speedup: float
+    sd: float = Field(ge=0)
+    level: Literal["baseline", "modelled", "screened", "paired", "final"]
+    facts: dict[str, float] = {}
+    load: dict[str, float] = {}
+    rung: str = ""
+    checks: dict[str, str] = {}
+
+
+class RunStarted(_Event):
+    event: Literal["run_started"] = "run_started"
+    format: int = FORMAT
+    task: str
+    task_digest: str
+    device: str
+    measured: bool
+    policy: str
+    seed: int
+    pulls: int
+    seconds: float | None
+    lag: int
+    writers: list[str]
+    config: dict[str, Any]
+    versions: dict[str, str]
+
+
+class BaselineJudged(_Event):
+    event: Literal["baseline_judged"] = "baseline_judged"
+    candidate: str
+    result: Result
+    moves: dict[str, dict[str, int]]
+
+
+class PullOrdered(_Event):
+    """An order: write one child of `parent` with `strategy` by `writer`. Durable before it is dispatched."""
+
+    event: Literal["pull_ordered"] = "pull_ordered"
+    pull: int
+    parent: str
+    strategy: str
+    writer: str
+    seen: int = Field(description="outcomes that the decision could see")
+
+
+class PullEnded(_Event):
+    """The outcome of a pull. `moves`: how many children each writer could make of this candidate, by strategy."""
+
+    event: Literal["pull_ended"] = "pull_ended"
+    pull: int
+    kind: OutcomeKind
+    candidate: str | None = None
+    identity: str | None = None
+    family: str = ""
+    description: str = ""
+    detail: str = ""
+    result: Result | None = None
+    moves: dict[str, dict[str, int]] = {}
+    costs: dict[str, float] = {}
+
+
+class Revised(_Event):
+    """A candidate was judged again, more carefully; the latest result stands. ok False: it fell at this gate."""
+
+    event: Literal["revised"] = "revised"
+    candidate: str
+    ok: bool
+    result: Result | None = None
+    detail: str = ""
+
+
+class Resumed(_Event):
+    event: Literal["resumed"] = "resumed"
+    versions: dict[str, str]
+
+
+class RunEnded(_Event):
+    event: Literal["run_ended"] = "run_ended"
+    best: str | None
+    reason: str
+    seconds: float
+
+
+Event = Annotated[
+    RunStarted | BaselineJudged | PullOrdered | PullEnded | Revised | Resumed | RunEnded, Field(discriminator="event")
+]
+_ADAPTER: TypeAdapter[Any] = TypeAdapter(Event)
+
+
+def parse(data: Any) -> Any:
+    """The event in a decoded JSON object. Raises ValueError when it is none."""
+    try:
+        return _ADAPTER.validate_python(data)
+    except ValidationError as err:
+        first = err.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'event'}: {first['msg']}") from None

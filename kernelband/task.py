@@ -1,0 +1,253 @@
+"""Tasks: what must be computed and how we know. Types, and the loading of a task folder.
+
+A task folder holds `task.py` (trusted: oracle, inputs, cases, contract) and `kernel.py` (the baseline: untrusted, like
+any candidate; it is read here as text and never imported). This file runs no kernel and judges nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from kernelband.errors import UserError, nearest
+
+Role = Literal["check", "timed", "held_out"]
+Compare = Literal["allclose", "exact", "permutation", "predicate"]
+DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named workload. `params` are the task's own numbers (rows, cols, ...), given to its input generator."""
+
+    name: str
+    role: Role
+    dtype: str
+    params: Mapping[str, int | float | str | bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result of the entry point.
+
+    source: 'return' (its index-th tensor, nested results counted in order), or the name of a mutated argument.
+    compare: allclose (error relative to an honest run of the oracle in the case's dtype), exact (bit equality),
+        permutation (equal after sorting the last axis), predicate (`predicate(inputs, output) -> bool`).
+    """
+
+    source: str = "return"
+    index: int = 0
+    compare: Compare = "allclose"
+    predicate: Callable[[Mapping[str, Any], Any], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Limits on the error against the fp64 oracle, relative to an honest run in the case's dtype.
+
+    rmse_ratio: RMS error over the honest RMS error. max_ratio: largest error over the honest largest error.
+    centred: RMS error over the standard deviation of a row, asked only where the honest run itself is below a fifth
+        of it. floor_ulp: error that is always allowed, in units in the last place of the output's largest magnitude.
+    """
+
+    rmse_ratio: float = 3.0
+    max_ratio: float = 4.0
+    centred: float = 0.05
+    floor_ulp: float = 1.0
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What every right kernel promises.
+
+    mutates: arguments that the entry point may write. constant: arguments that stay the same between calls (weights:
+    may be prepacked once). deterministic: equal bits for equal inputs. layouts: memory layouts of tensor arguments that must
+    be accepted. shapes: inclusive range of each of the cases' integer parameters. allow: who may do the work
+    ('own' kernels, 'vendor' libraries, 'torch' operations). direction: 'forward' is supported.
+    families: ways in which evaluators may redraw floating inputs beside the drawn ones.
+    """
+
+    outputs: tuple[Output, ...] = (Output(),)
+    mutates: tuple[str, ...] = ()
+    constant: tuple[str, ...] = ()
+    deterministic: bool = False
+    dtypes: tuple[str, ...] = ("float32",)
+    layouts: tuple[str, ...] = ("contiguous",)
+    shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    allow: tuple[str, ...] = ("own",)
+    direction: Literal["forward", "backward", "both"] = "forward"
+    families: tuple[str, ...] = ("drawn", "offset", "spike")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task as its author writes it.
+
+    entry: name of the function in kernel.py; its parameters are the keys of what `inputs` returns, in order.
+    reference: the oracle, called with the same arguments; works in any floating dtype (it is called in fp64).
+    inputs: (case, generator) -> arguments by name; tensors are made on `generator.device` with that generator.
+    work: case -> (bytes, flops), the least that any right kernel must move and compute.
+    peers: other implementations to stand beside the winner, by name, besides eager and torch.compile of the reference;
+        called like the reference, in the case's dtype.
+    """
+
+    name: str
+    entry: str
+    reference: Callable[..., Any]
+    inputs: Callable[[Case, Any], dict[str, Any]]
+    cases: tuple[Case, ...]
+    contract: Contract
+    work: Callable[[Case], tuple[float, float]] | None = None
+    peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+
+    def with_role(self, *roles: Role) -> tuple[Case, ...]:
+        return tuple(c for c in self.cases if c.role in roles)
+
+
+@dataclass(frozen=True)
+class LoadedTask:
+    """A task with its baseline source (text) and a hash over both files, which names it in a journal."""
+
+    task: Task
+    baseline: str
+    folder: Path
+    digest: str
+
+
+def load(folder: str | Path) -> LoadedTask:
+    """Load and check a task folder. Imports task.py (trusted); only parses kernel.py.
+
+    Raises UserError: no such folder or file, task.py raises, no Task in it, a contract that is not supported or
+    contradicts itself, no such entry point in kernel.py, or an entry point with another signature.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise UserError(f"no such task: {str(folder)!r} is not a folder. A task is a folder with task.py and kernel.py; "
+                        f"see examples/ and docs/tasks.md.")
+    texts = {}
+    for name in ("task.py", "kernel.py"):
+        path = root / name
+        if not path.is_file():
+            raise UserError(f"{path} is missing: a task folder holds task.py (oracle, cases, contract) and kernel.py "
+                            f"(the baseline).")
+        try:
+            texts[name] = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as err:
+            raise UserError(f"{path} cannot be read as UTF-8 text: {err}.") from None
+    task = _import_task(root / "task.py")
+    _check_contract(task, root / "task.py")
+    _check_entry(task, texts["kernel.py"], root / "kernel.py")
+    digest = hashlib.sha256("\0".join(texts[n] for n in sorted(texts)).encode()).hexdigest()[:16]
+    return LoadedTask(task, texts["kernel.py"], root.resolve(), digest)
+
+
+def _import_task(path: Path) -> Task:
+    name = "kernelband_task_" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as err:
+        line = next((f" (line {t.tb_lineno})" for t in _frames(err.__traceback__) if t.tb_frame.f_code.co_filename
+                     == str(path)), "")
+        raise UserError(f"{path}{line} raised {type(err).__name__} while it was imported: {err}. Mend the task file; "
+                        f"`python {path}` shows the same error in full.") from None
+    found = [v for v in vars(module).values() if isinstance(v, Task)]
+    if len(found) != 1:
+        raise UserError(f"{path} must define exactly one kernelband.task.Task, usually named `task`; "
+                        f"it defines {len(found)}.")
+    return found[0]
+
+
+def _frames(tb):
+    frames = []
+    while tb:
+        frames.append(tb)
+        tb = tb.tb_next
+    return reversed(frames)
+
+
+def _check_contract(task: Task, path: Path) -> None:
+    where, contract = f"{path}:", task.contract
+    if contract.direction != "forward":
+        raise UserError(f"{where} direction={contract.direction!r} is not supported yet: only 'forward' is, because "
+                        f"gradients need an oracle and outputs of their own. Make the backward pass a task.")
+    names = [c.name for c in task.cases]
+    if len(set(names)) != len(names):
+        raise UserError(f"{where} case names must differ; twice: {sorted({n for n in names if names.count(n) > 1})}.")
+    for role in ("check", "timed"):
+        if not task.with_role(role):  # type: ignore[arg-type]
+            raise UserError(f"{where} there is no case with role {role!r}; a task needs at least one 'check' case "
+                            f"(small, edge shapes) and one 'timed' case.")
+    for case in task.cases:
+        if case.role not in ("check", "timed", "held_out"):
+            raise UserError(f"{where} case {case.name!r} has role {case.role!r}; "
+                            f"{nearest(str(case.role), ('check', 'timed', 'held_out'))}")
+        if case.dtype not in contract.dtypes:
+            raise UserError(f"{where} case {case.name!r} has dtype {case.dtype!r}, which is not in the contract's "
+                            f"dtypes {list(contract.dtypes)}.")
+        for key, (low, high) in contract.shapes.items():
+            value = case.params.get(key)
+            if isinstance(value, int) and not low <= value <= high:
+                raise UserError(f"{where} case {case.name!r} has {key}={value}, outside of the contract's range "
+                                f"[{low}, {high}].")
+    for dtype in contract.dtypes:
+        if dtype not in DTYPES:
+            raise UserError(f"{where} unknown dtype {dtype!r}; {nearest(dtype, DTYPES)}")
+    for out in contract.outputs:
+        if out.compare not in ("allclose", "exact", "permutation", "predicate"):
+            raise UserError(f"{where} unknown comparison {out.compare!r}; "
+                            f"{nearest(out.compare, ('allclose', 'exact', 'permutation', 'predicate'))}")
+        if out.source != "return" and out.source not in contract.mutates:
+            raise UserError(f"{where} output {out.source!r} is not 'return' and not among mutates="
+                            f"{list(contract.mutates)}.")
+        if (out.compare == "predicate") != (out.predicate is not None):
+            raise UserError(f"{where} an output with compare='predicate' needs a predicate, and only such an output "
+                            f"has one.")
+    known = ("own", "vendor", "torch")
+    for who in contract.allow:
+        if who not in known:
+            raise UserError(f"{where} allow names {who!r}; {nearest(who, known)}")
+
+
+def _check_entry(task: Task, source: str, path: Path) -> None:
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as err:
+        raise UserError(f"{path}, line {err.lineno}: {err.msg}. The baseline must be valid Python.") from None
+    functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+    if task.entry not in functions:
+        raise UserError(f"{path} has no function {task.entry!r}, which task.py names as the entry point; "
+                        f"{nearest(task.entry, functions) if functions else 'it defines no function at all.'}")
+    wanted = list(inspect.signature(task.reference).parameters)
+    got = parameters(functions[task.entry])
+    if got != wanted:
+        raise UserError(f"{path}: the entry point is {task.entry}({', '.join(got)}), but the reference in task.py takes "
+                        f"({', '.join(wanted)}). Both must have the same parameters in the same order.")
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """Names of the positional parameters of a parsed function, in order."""
+    return [a.arg for a in [*function.args.posonlyargs, *function.args.args]]
+
+
+def signature_of(source: str, entry: str) -> list[str] | None:
+    """Positional parameters of `entry` in a source text, or None if it is not there or does not parse."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == entry:
+            return parameters(node)
+    return None
