@@ -19,6 +19,9 @@ OutcomeKind = Literal[
     "wrong",            # disagrees with the oracle
     "tampered",         # touched what it must not touch
     "unsafe_memory",    # wrote or read outside of its buffers
+    "not_a_kernel",     # right, but no kernel of its own did the work
+    "timing_inconsistent",
+    "faster_than_physics",
     "compile_failed",   # does not import or compile, or asks for more than the device has
     "crashed",          # its process died
     "timed_out",
@@ -29,8 +32,6 @@ OutcomeKind = Literal[
     "infra",            # our fault, not the candidate's
 ]
 FREE: frozenset[str] = frozenset({"not_applicable"})
-WRITTEN: frozenset[str] = frozenset({"measured", "wrong", "tampered", "unsafe_memory", "compile_failed", "crashed",
-                                     "timed_out", "infra"})
 
 
 class _Event(BaseModel):
@@ -49,13 +50,16 @@ class CaseTime(_Event):
 class Result(_Event):
     """What the evaluator found out about one candidate.
 
-    times: by timed case. log_speedup: mean over timed cases of log(baseline / candidate). sd: its standard deviation.
+    times: by timed case. log_speedup: mean over timed cases of log(baseline / candidate), with its 95 % interval
+    [low, high] and its standard deviation.
     facts: compiled facts, summarised (registers, spills, shared, num_warps, num_stages, occupancy), and the modelled
     or measured share of each resource's peak (`load`: resource -> 0..1); rung: where the load comes from.
     """
 
     times: dict[str, CaseTime]
     log_speedup: float
+    low: float
+    high: float
     sd: float = Field(ge=0)
     level: Literal["baseline", "modelled", "screened", "paired", "final"]
     facts: dict[str, float] = {}

@@ -1,0 +1,113 @@
+"""The actors: thin wraps around plain classes of `kernelband`. Each says in its name what it may touch.
+
+No actor imports candidate code: compile, interpreter and GPU work happens in sandboxed children of these processes.
+Arguments and results are plain data.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from kernelband.evaluate.judgement import Judgement
+from kernelband.writers import Request, Written
+from kernelband.writers.mechanical import Rewriter
+
+
+class _Warned:
+    """Collects warnings of the plain class inside, for the driver to show."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def warnings(self) -> list[str]:
+        return self.texts
+
+
+@ray.remote(num_cpus=0, max_concurrency=1)
+class RewriterActor:
+    def __init__(self, seed: int, tried: list[str]):
+        self.writer = Rewriter(seed, tried)
+
+    def offers(self, source: str) -> dict[str, int]:
+        return self.writer.offers(source)
+
+    def write(self, batch: list[Request]) -> list[Written]:
+        return [self.writer.write(request) for request in batch]
+
+
+@ray.remote(num_cpus=0, max_concurrency=1)
+class CompilerActor(_Warned):
+    def __init__(self, cache: str, entry: str, cases: list, target: Any, timeout_s: float):
+        super().__init__()
+        from kernelband.evaluate.compile import Compiler
+        from kernelband.evaluate.zygote import protect_this_process
+
+        protect_this_process()
+        self.entry, self.cases, self.target = entry, cases, target
+        self.compiler = Compiler(Path(cache), timeout_s=timeout_s, warn=self.texts.append)
+
+    def compile(self, source: str) -> Any:
+        return self.compiler.compile(source, self.entry, self.cases, self.target)
+
+
+@ray.remote(num_cpus=0, max_concurrency=1)
+class ModelActor(_Warned):
+    """Judges without a GPU: the interpreter for correctness, the modelled device for latency."""
+
+    def __init__(self, task_folder: str, peaks: Any, timeout_s: float):
+        super().__init__()
+        import torch
+
+        from kernelband.evaluate.modelled import ModelledJudge
+        from kernelband.evaluate.zygote import protect_this_process
+        from kernelband.task import load
+
+        protect_this_process()
+        torch.set_num_threads(1)
+        self.judge_ = ModelledJudge(load(task_folder).task, peaks, timeout_s=timeout_s, warn=self.texts.append)
+
+    def judge(self, source: str, facts: dict, held_out: bool) -> dict[str, Any]:
+        return asdict(self.judge_.judge(source, facts, held_out))
+
+
+@ray.remote(num_cpus=1, num_gpus=1, max_concurrency=1)
+class GpuActor(_Warned):
+    """Owns one GPU: checks and times candidates there."""
+
+    def __init__(self, task_folder: str, peaks: Any, timeout_s: float):
+        super().__init__()
+        from kernelband.evaluate.supervisor import Supervisor
+        from kernelband.evaluate.zygote import protect_this_process
+        from kernelband.task import load
+
+        protect_this_process()
+        self.supervisor = Supervisor(load(task_folder).task, peaks, timeout_s=timeout_s, warn=self.texts.append)
+
+    def baseline(self, name: str, source: str, cache: str | None) -> dict[str, Any]:
+        return asdict(self.supervisor.set_baseline(name, source, _path(cache)))
+
+    def judge(self, name: str, source: str, cache: str | None, incumbent: str) -> dict[str, Any]:
+        return self._costed(self.supervisor.judge, name, source, _path(cache), incumbent)
+
+    def final(self, name: str, source: str, cache: str | None) -> dict[str, Any]:
+        return self._costed(self.supervisor.final, name, source, _path(cache))
+
+    def peers(self) -> list[dict[str, Any]]:
+        from kernelband.evaluate.peers import measure_peers
+
+        return measure_peers(self.supervisor)
+
+    def _costed(self, what: Any, *args: Any) -> dict[str, Any]:
+        started = time.monotonic()
+        judgement: Judgement = what(*args)
+        judgement.costs["gpu"] = round(time.monotonic() - started, 4)
+        return asdict(judgement)
+
+
+def _path(text: str | None) -> Path | None:
+    return Path(text) if text else None

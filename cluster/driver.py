@@ -1,0 +1,203 @@
+"""The driver: decide -> dispatch -> event -> journal -> decide, until the budget is spent.
+
+Owns the loop, the actors' queues and the order of writing: an order is in the journal before anything is sent, a source
+is on disk before the event that names it. Decides nothing (`kernelband.search` does) and judges nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from cluster.workshop import Workshop
+from kernelband import search
+from kernelband.candidate import identity
+from kernelband.errors import RunFailed, UserError
+from kernelband.evaluate.judgement import Judgement
+from kernelband.events import BaselineJudged, CaseTime, PullEnded, Result, Revised, RunEnded
+from kernelband.folder import RunFolder
+from kernelband.journal import Journal
+from kernelband.report.live import Status, View
+from kernelband.search import State
+from kernelband.writers import Request
+
+MOST_FINALS = 5
+
+
+def result_from(judgement: Judgement, facts: dict[str, float], load: dict[str, float], rung: str) -> Result:
+    """A judgement as the journal records it."""
+    return Result(
+        times={c: CaseTime(us=t[0], low=t[1], high=t[2], samples=t[3]) for c, t in judgement.times.items()},
+        log_speedup=judgement.log_speedup, low=judgement.low, high=judgement.high, sd=judgement.sd,
+        level=judgement.level, facts=facts, load=load, rung=rung, checks=judgement.checks,  # type: ignore[arg-type]
+    )
+
+
+class Driver:
+    """Runs one search to its end. `shop` does the work; `state` is the fold of `journal`."""
+
+    def __init__(self, folder: RunFolder, journal: Journal, state: State, policy: search.Policy, shop: Workshop,
+                 view: View, status: Status, in_flight: int, clock: Callable[[], float] = time.time):
+        self.folder, self.journal, self.state, self.policy = folder, journal, state, policy
+        self.shop, self.view, self.status, self.in_flight, self.clock = shop, view, status, in_flight, clock
+        self.tasks: dict[int, asyncio.Task] = {}
+        self.stopping = ""
+        self.sources: dict[str, str] = {}
+
+    def record(self, event: Any) -> None:
+        """Journal an event, then fold it."""
+        self.journal.append(event, self.clock())
+        search.fold(self.state, event)
+
+    def stop(self, reason: str) -> None:
+        """Order nothing more; what is in flight is finished."""
+        self.stopping = self.stopping or reason
+
+    # -- baseline -----------------------------------------------------------------------------------------------
+
+    async def judge_baseline(self, source: str) -> None:
+        """Judge and record the baseline. Raises UserError when it does not compile or is wrong: a bad task."""
+        name = self.folder.save_source(source)
+        self.sources[name] = source
+        self.status.stage = "judging the baseline"
+        compiled = await self.shop.compile(source)
+        if not compiled.ok:
+            raise UserError(f"the baseline does not compile for {self.shop.label}: {compiled.error}. Mend kernel.py.")
+        judgement = await self.shop.baseline(name, source, compiled)
+        if judgement.kind != "measured":
+            raise UserError(f"the baseline is not right against the oracle ({judgement.kind}): {judgement.detail}. Mend "
+                            f"kernel.py or the oracle; a search needs a correct start.")
+        judgement.level = "baseline"
+        facts, load, rung = self.shop.profile(compiled, judgement)
+        offers = {w: self.shop.allowed(o) for w, o in (await self.shop.offers(source)).items()}
+        self.record(BaselineJudged(candidate=name, result=result_from(judgement, facts, load, rung), moves=offers))
+
+    # -- one pull -----------------------------------------------------------------------------------------------
+
+    async def _pull(self, order: search.PullOrdered) -> PullEnded:
+        started = time.monotonic()
+        parent = self._source(order.parent)
+        written = await self.shop.write(order.writer, Request(order.pull, order.parent, parent, order.strategy))
+        said: dict[str, Any] = {"pull": order.pull, "family": written.family, "description": written.description}
+        costs = {"write": self._cost(written.seconds)}
+        if written.kind != "written":
+            return PullEnded(**said, kind=written.kind, detail=written.detail, costs=costs)
+        name = self.folder.save_source(written.source)
+        self.sources[name] = written.source
+        said |= {"candidate": name, "identity": written.identity}
+        if written.identity == identity(parent):
+            return PullEnded(**said, kind="unchanged", costs=costs)
+        compiled = await self.shop.compile(written.source)
+        costs["compile"] = self._cost(compiled.seconds)
+        if not compiled.ok:
+            kind = {"timeout": "timed_out", "crash": "crashed"}.get(compiled.error_kind or "", "compile_failed")
+            return PullEnded(**said, kind=kind, detail=compiled.error or "", costs=costs)  # type: ignore[arg-type]
+        incumbent = self.state.ranking()[0]
+        judgement = await self.shop.judge(name, written.source, compiled, incumbent, self._source(incumbent))
+        costs |= {stage: self._cost(seconds) for stage, seconds in judgement.costs.items()}
+        costs["waited"] = self._cost(max(0.0, time.monotonic() - started - sum(costs.values())))
+        if judgement.kind != "measured":
+            return PullEnded(**said, kind=judgement.kind, detail=judgement.detail, costs=costs)  # type: ignore[arg-type]
+        facts, load, rung = self.shop.profile(compiled, judgement)
+        moves = {order.writer: self.shop.allowed(written.offers or {})}
+        return PullEnded(**said, kind="measured", result=result_from(judgement, facts, load, rung), moves=moves, costs=costs)
+
+    def _cost(self, seconds: float) -> float:
+        # On a modelled device a run must be the same twice, so its seconds are not facts of the search.
+        return round(seconds, 3) if self.shop.measured else 0.0
+
+    def _source(self, name: str) -> str:
+        if name not in self.sources:
+            self.sources[name] = self.folder.source(name)
+        return self.sources[name]
+
+    async def _perform(self, order: search.PullOrdered) -> None:
+        try:
+            ended = await self._pull(order)
+        except (RunFailed, UserError):
+            raise
+        except Exception as err:
+            ended = PullEnded(pull=order.pull, kind="infra", detail=f"{type(err).__name__}: {str(err)[:500]}")
+        self.record(ended)
+        self.view.ended(self.state, order.pull)
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+
+    async def search(self) -> None:
+        """Run until nothing is left to order and nothing is in flight."""
+        self.status.stage = "searching"
+        for order in self.state.pending:  # a resumed run: ordered before, and without an outcome
+            self.tasks[order.pull] = asyncio.create_task(self._perform(order))
+        ticker = asyncio.create_task(self._tick())
+        try:
+            while True:
+                self._order()
+                if not self.tasks:
+                    break
+                done, _ = await asyncio.wait(self.tasks.values(), return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()  # a fault of the run itself ends it
+                self.tasks = {n: t for n, t in self.tasks.items() if not t.done()}
+        finally:
+            ticker.cancel()
+            for task in self.tasks.values():
+                task.cancel()
+            await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
+    def _order(self) -> None:
+        if self.status.seconds is not None and self.status.elapsed() > self.status.seconds:
+            self.stop("the time budget is spent")
+        if self.stopping:
+            return
+        # decide() folds each order at once; it is journalled before it is dispatched.
+        for order in search.decide(self.state, self.policy, self.in_flight):
+            self.journal.append(order, self.clock())
+            self.tasks[order.pull] = asyncio.create_task(self._perform(order))
+
+    async def _tick(self) -> None:
+        """Refresh the view a few times a second; make the journal durable once a second; watch the time budget."""
+        beat = 0
+        while True:
+            await asyncio.sleep(0.25)
+            beat += 1
+            if beat % 4 == 0:
+                self.journal.sync()
+                with contextlib.suppress(Exception):
+                    sight, records = search.look(self.state, len(self.state.orders) + 1)
+                    for record in records:
+                        self.policy.tell(record)
+                    self.status.arms = self.policy.explain(sight)
+            self.status.queues = self.shop.queues()
+            self.view.refresh(self.state, self.status)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    async def finish(self) -> None:
+        """Put the fastest through the final gate (the next if it falls), and record the end."""
+        assert self.state.baseline
+        self.status.stage = "final check of the fastest"
+        best = self.state.baseline.candidate
+        for _ in range(MOST_FINALS):
+            best = self.state.ranking()[0]
+            if best == self.state.baseline.candidate or best in self.state.revised:
+                break
+            self.view.refresh(self.state, self.status)
+            source = self._source(best)
+            compiled = await self.shop.compile(source)
+            judgement = await self.shop.final(best, source, compiled)
+            if judgement.kind == "measured":
+                before = self.state.result_of(best)
+                assert before
+                self.record(Revised(candidate=best, ok=True, result=result_from(
+                    judgement, before.facts, before.load, before.rung)))
+            else:
+                self.record(Revised(candidate=best, ok=False, detail=f"{judgement.kind}: {judgement.detail}"))
+        else:
+            best = next((n for n in self.state.ranking() if n in self.state.revised), self.state.baseline.candidate)
+        reason = self.stopping or ("the budget is spent" if self.state.start and self.state.counted()
+                                   >= self.state.start.pulls else "nothing is left to try")
+        self.record(RunEnded(best=best, reason=reason, seconds=round(self.status.elapsed(), 3)))
+        self.journal.sync()

@@ -1,0 +1,62 @@
+"""Starting and ending Ray, quietly, and never anybody else's.
+
+Without an address a private local Ray is started and ended with this process. It is not `ray stop`, which would end
+every Ray on the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import kernelband
+from kernelband.errors import RunFailed, UserError
+
+
+def check_imports() -> None:
+    """Raises UserError when another package named `cluster` or `policies` hides ours."""
+    import cluster
+    import policies
+
+    home = Path(kernelband.__file__).parents[1]
+    for module in (cluster, policies):
+        found = Path(module.__file__ or "").parents[1]
+        if found != home:
+            raise UserError(f"the package {module.__name__!r} was imported from {found}, but kernelband lies in {home}: "
+                            f"another package of that name hides ours. Run from another folder, or take {found} off "
+                            f"PYTHONPATH.")
+
+
+@contextlib.contextmanager
+def session(address: str | None) -> Iterator[None]:
+    """Ray for the length of a `with`. address: None means RAY_ADDRESS, else a private local Ray.
+
+    Raises RunFailed when Ray cannot be started or reached.
+    """
+    import ray
+
+    where = address or os.environ.get("RAY_ADDRESS") or "local"
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray hides GPUs from actors that ask for none; say so explicitly, for it is about to become opt-in.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+    options: dict = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if where == "local":
+        options |= {"include_dashboard": False, "object_store_memory": 256 * 2**20}
+    try:
+        ray.init(address=where, **options)
+    except Exception as err:
+        raise RunFailed(f"Ray could not be {'started' if where == 'local' else f'reached at {where}'}: {err}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def gpu_count() -> int:
+    """GPUs that Ray shows in this cluster."""
+    import ray
+
+    return int(ray.cluster_resources().get("GPU", 0))

@@ -1,0 +1,149 @@
+"""The command `kernelband`. Owns arguments, exit codes and what is printed last; does nothing itself.
+
+Exit codes: 0 done, 1 the run failed, 2 bad usage, 130 interrupted (results so far are kept).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kernelband import __version__
+from kernelband.errors import RunFailed, UserError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+                  help="Make a correct GPU kernel fast: search, verify, measure.")
+
+SECRET = re.compile(r"(API_KEY|_TOKEN|SECRET|PASSWORD|CREDENTIAL)", re.IGNORECASE)
+KEPT = re.compile(r"^RAY_")
+"""Ray's own token has to reach Ray; its workers pass nothing of it on to candidates."""
+
+out = Console()
+err = Console(stderr=True)
+
+TaskArgument = Annotated[str, typer.Argument(help="task folder: task.py and kernel.py", show_default=False)]
+RunArgument = Annotated[Path, typer.Argument(help="run folder", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object, last")]
+
+
+def _print_run(run: Any, as_json: bool) -> None:
+    from kernelband.report import summary
+
+    if as_json:
+        print(json.dumps(run.as_json(), allow_nan=False), flush=True)
+        return
+    out.print(summary.table(run.state), highlight=False)
+    out.print(summary.sentence(run.state), markup=False, highlight=False, soft_wrap=True)
+    for step in summary.lineage(run.state, summary.best_of(run.state) or ""):
+        out.print(f"  {step}", markup=False, highlight=False, soft_wrap=True)
+    fallen = [r for r in run.state.revised.values() if not r.ok]
+    for fell in fallen:
+        out.print(f"  {fell.candidate} fell at the final check: {fell.detail}", markup=False, highlight=False)
+    ended = ", ".join(f"{k} {v}" for k, v in summary.outcomes(run.state).items())
+    out.print(f"{run.state.counted()} pulls in {run.seconds:.0f} s ({ended}); {run.folder}/best.py", markup=False,
+              highlight=False, soft_wrap=True)
+
+
+@app.command()
+def optimize(
+    task: TaskArgument,
+    device: Annotated[str | None, typer.Option(help="cuda, or model:h200, model:h100, model:a100")] = None,
+    pulls: Annotated[int | None, typer.Option(help="how many children to ask for (40)")] = None,
+    seconds: Annotated[float | None, typer.Option(help="order nothing new after this many seconds")] = None,
+    policy: Annotated[str | None, typer.Option(help="kernelband, random, round-robin, greedy")] = None,
+    seed: Annotated[int | None, typer.Option(help="the same seed gives the same modelled search (0)")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with settings")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="one setting, such as workers.judges=2")] = None,
+    out_: Annotated[Path | None, typer.Option("--out", help="run folder (runs/TASK-TIME)")] = None,
+    as_json: Json = False,
+) -> None:
+    """Search for a faster version of a task's kernel."""
+    from kernelband import api
+    from kernelband.config import load
+
+    settings = load(config, set_ or [], {"device": device, "budget.pulls": pulls, "budget.seconds": seconds,
+                                         "policy": policy, "seed": seed})
+    run = api.optimize(task, settings, out_, quiet=as_json, console=err)
+    _print_run(run, as_json)
+    if run.interrupted:
+        raise typer.Exit(130)
+
+
+@app.command()
+def resume(run: RunArgument, as_json: Json = False) -> None:
+    """Continue a run that was stopped or killed."""
+    from kernelband import api
+
+    done = api.resume(run, quiet=as_json, console=err)
+    _print_run(done, as_json)
+    if done.interrupted:
+        raise typer.Exit(130)
+
+
+@app.command()
+def verify(run: RunArgument, as_json: Json = False) -> None:
+    """Check and time the winner of a run again, cold, in fresh processes. Exit 1 if anything does not hold."""
+    from kernelband import api
+
+    check = api.verify(run)
+    if as_json:
+        print(json.dumps({"ok": check.ok, "findings": check.findings, "speedup": check.speedup,
+                          "interval": check.interval, "measured": check.measured}, allow_nan=False), flush=True)
+    else:
+        for finding in check.findings:
+            out.print(finding, markup=False, highlight=False, soft_wrap=True)
+        if check.speedup is not None and check.interval is not None:
+            how = "measured" if check.measured else "modelled"
+            out.print(f"{'holds' if check.ok else 'does not hold'}: {check.speedup:.2f}x over the baseline (95 % interval "
+                      f"{check.interval[0]:.2f} to {check.interval[1]:.2f}), {how} again", highlight=False, soft_wrap=True)
+    if not check.ok:
+        raise typer.Exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit(0)
+
+
+def _without_secrets() -> None:
+    """Start this command again without keys in its environment.
+
+    Deleting a variable leaves it readable in /proc/PID/environ, and every process that Ray starts would inherit it;
+    candidate code must find it in no ancestor.
+    """
+    secret = [name for name in os.environ if SECRET.search(name) and not KEPT.match(name)]
+    if secret and os.environ.get("KERNELBAND_SCRUBBED") != "1":
+        kept = {name: value for name, value in os.environ.items() if name not in secret}
+        kept["KERNELBAND_SCRUBBED"] = "1"
+        os.execve(sys.executable, [sys.executable, "-m", "kernelband", *sys.argv[1:]], kept)
+
+
+def main() -> None:
+    """Console entry point."""
+    _without_secrets()
+    try:
+        from kernelband.evaluate.zygote import protect_this_process
+
+        protect_this_process()
+        app(prog_name="kernelband")
+    except (UserError, RunFailed) as problem:
+        err.print(f"kernelband: {problem}", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(problem.exit_code)
+    except KeyboardInterrupt:
+        err.print("kernelband: interrupted", markup=False)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

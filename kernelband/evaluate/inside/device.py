@@ -1,0 +1,129 @@
+"""The measuring child's operations on a GPU: open shared buffers, call the entry point, run slices of calls.
+
+Runs beside candidate code, so that nothing it says is more than evidence: the trusted side judges the bytes in the
+shared output buffers and keeps the clock. It does no arithmetic on results.
+"""
+
+import cudrv
+import serve
+import torch
+
+_slots = {}
+_outputs = {}
+_kept = {}
+_opened = {}
+
+
+def _open(handle):
+    if handle not in _opened:
+        _opened[handle] = cudrv.open_handle(handle)
+    return _opened[handle]
+
+
+def start(request, fds):
+    """Make the context, so that its cost does not fall into anything that is timed."""
+    torch.cuda.init()
+    torch.cuda.set_device(0)
+    torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    return {"name": torch.cuda.get_device_name(0)}
+
+
+def bind(request, fds):
+    """Open buffers. slots: name -> argument specs with 'handle' (hex); outputs: name -> output specs with 'handle'."""
+    for name, args in request.get("slots", {}).items():
+        _slots[name] = [
+            (spec["name"], spec["value"]) if spec["kind"] == "scalar" else
+            (spec["name"], cudrv.tensor(_open(spec["handle"]), spec["shape"], spec["stride"], spec["dtype"],
+                                        spec.get("offset", 0)))
+            for spec in args
+        ]
+    for name, specs in request.get("outputs", {}).items():
+        _outputs[name] = [(spec, cudrv.tensor(_open(spec["handle"]), spec["shape"], _contiguous(spec["shape"]),
+                                              spec["dtype"])) for spec in specs]
+    torch.cuda.synchronize()
+    return {}
+
+
+def unbind(request, fds):
+    """Close every shared buffer and forget what was kept."""
+    _slots.clear()
+    _outputs.clear()
+    _kept.clear()
+    torch.cuda.synchronize()
+    for pointer in _opened.values():
+        cudrv.close_handle(pointer)
+    _opened.clear()
+    return {}
+
+
+def _contiguous(shape):
+    stride, step = [], 1
+    for n in reversed(shape):
+        stride.append(step)
+        step *= max(1, n)
+    return stride[::-1]
+
+
+def _run(slot):
+    return serve.SESSION.entry(*[value for _, value in _slots[slot]])
+
+
+def _flat(result):
+    if isinstance(result, (list, tuple)):
+        return [t for part in result for t in _flat(part)]
+    if isinstance(result, dict):
+        return [t for part in result.values() for t in _flat(part)]
+    return [result]
+
+
+def _deliver(slot, result, output):
+    """Copy the results of a call on `slot` into the shared buffers of `output`; says what did not fit."""
+    returned, arguments, said = _flat(result), dict(_slots[slot]), []
+    for spec, buffer in _outputs[output]:
+        if spec["from"] == "return":
+            value = returned[spec["index"]] if spec["index"] < len(returned) else None
+        else:
+            value = arguments.get(spec["name"])
+        if type(value) is not torch.Tensor:
+            said.append({"shape": None, "dtype": type(value).__name__, "written": False})
+            continue
+        fits = list(value.shape) == spec["shape"] and str(value.dtype) == "torch." + spec["dtype"] and value.is_cuda
+        if fits:
+            buffer.copy_(value)
+        said.append({"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."), "written": fits})
+    torch.cuda.synchronize()
+    return said
+
+
+def call(request, fds):
+    """One call on one slot, its results delivered: the unit of a chained measurement and of every check."""
+    result = _run(request["slot"])
+    torch.cuda.synchronize()
+    return {"outputs": _deliver(request["slot"], result, request["output"])}
+
+
+def slice_(request, fds):
+    """`calls` calls in a row over `slots` in turn; the latest result of each slot is kept for `deliver`."""
+    slots, calls = request["slots"], request["calls"]
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for i in range(calls):
+        slot = slots[i % len(slots)]
+        _kept[slot] = _run(slot)
+    end.record()
+    torch.cuda.synchronize()
+    return {"event_us": begin.elapsed_time(end) * 1e3}
+
+
+def deliver(request, fds):
+    return {"outputs": _deliver(request["slot"], _kept.get(request["slot"]), request["output"])}
+
+
+def drop(request, fds):
+    """Forget kept results, so that their memory can be used again."""
+    _kept.clear()
+    return {}
+
+
+OPS = {"start": start, "bind": bind, "unbind": unbind, "call": call, "slice": slice_, "deliver": deliver, "drop": drop}

@@ -1,0 +1,101 @@
+"""The end of a run in numbers: the object of `--json`, the short table, and the header of best.py."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from kernelband.search import State
+
+NO_DIFFERENCE = 0.10
+"""A modelled gain under 10 % is shown as none: the model is not that good."""
+
+
+def outcomes(state: State) -> dict[str, int]:
+    """How many pulls ended how; those still in flight as 'pending'."""
+    counts = Counter(o.kind for o in state.outcomes.values())
+    if state.pending:
+        counts["pending"] = len(state.pending)
+    return dict(sorted(counts.items()))
+
+
+def best_of(state: State) -> str | None:
+    """The candidate that the run stands for: the one it ended with, else the fastest so far."""
+    if state.ended is not None and state.ended.best is not None:
+        return state.ended.best
+    ranking = state.ranking()
+    return ranking[0] if ranking else None
+
+
+def as_json(state: State, folder: Path, seconds: float) -> dict[str, Any]:
+    """The object that `--json` prints last. speedup: geometric mean over timed cases against the baseline."""
+    assert state.start
+    name = best_of(state)
+    result = state.result_of(name) if name else None
+    best = None
+    if name and result:
+        best = {"hash": name, "speedup": round(math.exp(result.log_speedup), 4),
+                "interval": [round(math.exp(result.low), 4), round(math.exp(result.high), 4)],
+                "path": str(folder / "best.py")}
+    return {"task": state.start.task, "device": state.start.device, "measured": state.start.measured, "best": best,
+            "pulls": state.counted(), "outcomes": outcomes(state), "seconds": round(seconds, 1), "run": str(folder)}
+
+
+def lineage(state: State, name: str) -> list[str]:
+    """What was done to the baseline to get this candidate, one line a step."""
+    steps: list[str] = []
+    while name in state.made_by:
+        pull = state.made_by[name]
+        steps.append(f"{state.orders[pull].strategy}: {state.outcomes[pull].description}")
+        name = state.orders[pull].parent
+    return steps[::-1]
+
+
+def sentence(state: State) -> str:
+    """One sentence that may be quoted: speed-up, interval, device, and whether it was measured."""
+    assert state.start
+    name = best_of(state)
+    result = state.result_of(name) if name else None
+    if not name or not result or (state.baseline and name == state.baseline.candidate):
+        return f"No version faster than the baseline was found for {state.start.task} on {state.start.device}."
+    how = "measured on" if state.start.measured else "modelled for"
+    text = (f"{state.start.task}: {math.exp(result.log_speedup):.2f}x over the baseline "
+            f"(95 % interval {math.exp(result.low):.2f} to {math.exp(result.high):.2f}), {how} {state.start.device}.")
+    if not state.start.measured and result.log_speedup < math.log1p(NO_DIFFERENCE):
+        text += " Under 10 % a modelled gain counts as no difference."
+    return text
+
+
+def table(state: State) -> Table:
+    """Per timed case: baseline and best, microseconds a call."""
+    assert state.start and state.baseline
+    unit = "us" if state.start.measured else "us, modelled"
+    view = Table(box=None, pad_edge=False)
+    for head, side in (("case", "left"), (f"baseline ({unit})", "right"), (f"best ({unit})", "right"), ("x", "right")):
+        view.add_column(head, justify=side)  # type: ignore[arg-type]
+    name = best_of(state)
+    result = state.result_of(name) if name else None
+    for case, base in state.baseline.result.times.items():
+        if result and case in result.times:
+            own = result.times[case]
+            view.add_row(case, f"{base.us:.1f}", f"{own.us:.1f}", f"{base.us / own.us:.2f}")
+    return view
+
+
+def header(state: State, name: str) -> str:
+    """The comment at the top of best.py."""
+    assert state.start
+    lines = [sentence(state)]
+    lines += [f"Task {state.start.task} ({state.start.task_digest}), candidate {name}, seed {state.start.seed}, "
+              f"policy {state.start.policy}."]
+    result = state.result_of(name)
+    if result:
+        lines += [f"  {case}: {t.us:.1f} us a call ({'measured' if state.start.measured else 'modelled'})"
+                  for case, t in result.times.items()]
+    lines += [f"  {step}" for step in lineage(state, name)]
+    lines += ["Versions: " + ", ".join(f"{k} {v}" for k, v in sorted(state.start.versions.items())) + "."]
+    return "".join(f"# {line}\n" for line in lines)

@@ -1,0 +1,50 @@
+"""The rewriter as a writer: chooses one of its moves for a request, and remembers what was tried.
+
+Which move: the untried one that comes first in an order fixed by (seed, parent, strategy), so that the same search gets
+the same children whatever arrives when.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable
+
+from kernelband.candidate import identity
+from kernelband.writers import Request, Written
+from kernelband.writers.rewriter import Move, moves, reasons
+
+
+class Rewriter:
+    """Holds the identities of all sources tried in this run; feed it every one that it did not write itself."""
+
+    name = "rewriter"
+
+    def __init__(self, seed: int, tried: Iterable[str] = ()):
+        self.seed = seed
+        self.tried = set(tried)
+
+    def offers(self, source: str) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for move in moves(source):
+            if identity(move.source) not in self.tried:
+                counts[move.strategy] = counts.get(move.strategy, 0) + 1
+        return counts
+
+    def write(self, request: Request) -> Written:
+        started = time.monotonic()
+        known = moves(request.source, request.strategy)
+        for move in sorted(known, key=lambda m: self._rank(request, m)):
+            name = identity(move.source)
+            if name not in self.tried:
+                self.tried.add(name)
+                return Written(request.pull, "written", move.source, name, move.family, move.description,
+                               offers=self.offers(move.source), seconds=time.monotonic() - started)
+        why = "every move was tried before" if known else "; ".join(
+            f"{family}: {reason}" for family, reason in sorted(reasons(request.source).items()))
+        return Written(request.pull, "not_applicable", detail=why or "no rule for this strategy",
+                       seconds=time.monotonic() - started)
+
+    def _rank(self, request: Request, move: Move) -> str:
+        key = f"{self.seed}:{request.parent}:{request.strategy}:{move.description}"
+        return hashlib.sha256(key.encode()).hexdigest()
