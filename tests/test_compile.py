@@ -255,6 +255,7 @@ def test_the_limit_is_that_of_the_target(compiler: Compiler) -> None:
     (COPY.replace("triton.cdiv(x.numel(), meta[\"BLOCK\"])", "x.numel() / 1024"), "wrapper", "'float' object"),
     (COPY.replace("triton.cdiv(x.numel(), meta[\"BLOCK\"])", "1, 70000"), "wrapper", "invalid argument"),
     ("import os\ndef entry(x):\n    os._exit(3)\n", "crash", "exit"),
+    ("import torch\ndef entry(x):\n    return torch.ones(1 << 46)\n", "crash", "memory"),
     ("import ctypes\ndef entry(x):\n    ctypes.string_at(1)\n", "crash", "signal"),
 ])
 def test_failures_are_results_with_a_kind_and_a_reason(compiler: Compiler, source: str, kind: str, says: str) -> None:
@@ -391,7 +392,7 @@ def test_another_process_hits_the_cache_that_is_delivered_to_it(compiler: Compil
     try:
         child.request("prepare", timeout_s=20, target=H200.to_json())
         folder = Path(child.workdir) / "out" / "cache"
-        assert binaries.deliver_cache(made.cache, folder) == 3  # metadata, binary, assembly
+        assert binaries.deliver_cache(made.cache, folder) >= 3  # metadata, binary, assembly; C modules where libcuda is
         (cubin,) = folder.rglob("*.cubin")
         cubin.write_bytes(cubin.read_bytes() + b"mark")  # a process that compiles would replace the file
         child.request("load", timeout_s=20, source="\n\n" + COPY, entry="entry")

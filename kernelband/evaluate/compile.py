@@ -26,7 +26,7 @@ from kernelband.evaluate.zygote import CandidateError, Child, ChildDied, Zygote
 
 FORMAT = 1  # raise when what is stored, or how it is worked out, changes
 MAX_LAUNCHES = 64  # recorded per case
-_CHILD_KINDS = ("compile", "shared memory", "wrapper")
+_CHILD_KINDS = ("compile", "shared memory", "wrapper", "crash")
 _KEPT_FOR_GOOD = ("compile", "shared memory", "load", "wrapper")  # deterministic; crashes and time-outs are not
 
 

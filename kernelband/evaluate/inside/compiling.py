@@ -126,7 +126,9 @@ def describe(error: BaseException) -> dict[str, str]:
     elif isinstance(error, PTXASError) or _raised_in_compiler(error):
         kind, text = "compile", f"{type(error).__name__}: {error}"
     else:
-        kind, text = "wrapper", f"{_where(error)}{type(error).__name__}: {error}"
+        # no memory, no space: not the candidate's doing for certain, so the result must not be kept for good
+        scarce = isinstance(error, MemoryError | OSError) or "can't allocate memory" in str(error)
+        kind, text = "crash" if scarce else "wrapper", f"{_where(error)}{type(error).__name__}: {error}"
     text = re.sub(r"(?<![\w.)\]])(?:/[\w.+\-]+)+/(?=[\w.])", "", text)  # absolute paths shrink to their last part
     if len(text) > MAX_MESSAGE:
         text = text[:MAX_MESSAGE // 2] + "\n...\n" + text[-MAX_MESSAGE // 2:]

@@ -141,6 +141,18 @@ def _sweep(patience_s: float) -> None:
         time.sleep(0.002)
 
 
+def _kill_all_of(uid: int) -> None:
+    """Kill every process of an id that only one child has, at once: a fork bomb outruns a kill of one after another."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setresuid(uid, uid, uid)
+            os.kill(-1, signal.SIGKILL)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+
 def _end(supervisors: set[int], root: str) -> None:
     """The trusted side has ended or closed: supervisors see it too and end their children; then the folder goes."""
     until = time.monotonic() + 3
@@ -157,6 +169,8 @@ def _supervise_and_exit(message: dict[str, Any], fds: list[int]) -> NoReturn:
     try:
         _supervise(message, fds[0], status, fds[2])
     except Ended:
+        if message["uid"] is not None:
+            _kill_all_of(message["uid"])
         _sweep(10)
     except BaseException as error:
         _report(status, {"error": f"{type(error).__name__}: {error}"[:2000]})
@@ -198,6 +212,8 @@ def _supervise(message: dict[str, Any], requests_fd: int, status: socket.socket,
     os.close(output_fd)
     _report(status, {"supervisor": os.getpid(), "init": child})
     result = _wait_for(child, status)
+    if not contained and plan.uid is not None:
+        _kill_all_of(plan.uid)
     _sweep(10)
     if not contained or os.WIFSIGNALED(result):
         _report(status, {"exit": os.waitstatus_to_exitcode(result)})

@@ -10,10 +10,13 @@ The order matters. The supervisor calls ``enter_namespaces``; the first process 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import pwd
 import resource
+import socket
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -111,6 +114,8 @@ def enter_namespaces(plan: Plan, features: dict[str, str]) -> None:
     for name in wanted:
         if name != "mount":
             _unshare(name, features)
+    if features.get("net namespace") == "on":
+        _loopback_up()
 
 
 def _unshare(name: str, features: dict[str, str]) -> None:
@@ -119,6 +124,12 @@ def _unshare(name: str, features: dict[str, str]) -> None:
         features[f"{name} namespace"] = "on"
     except OSError as error:
         features[f"{name} namespace"] = f"off: {error.strerror.split(': ')[-1]}"
+
+
+def _loopback_up() -> None:
+    """The empty network's own loopback, which reaches no other process's; the GPU driver asks for it."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh14x", b"lo", 0x41))  # SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
 
 
 def arrange_mounts(plan: Plan, features: dict[str, str]) -> None:

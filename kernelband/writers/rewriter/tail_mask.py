@@ -103,7 +103,7 @@ def _plan(kernel: Kernel, node: cst.For, before: cst.CSTNode | None) -> tuple[Lo
     if any(isinstance(part, (cst.Break, cst.Continue, cst.Return, cst.AnnAssign)) for part in own_nodes(node.body)):
         return f"{where} leaves early or declares constants, so its body cannot stand twice"
     scope = LoopScope(kernel.node, node, variable)
-    loop = _read(scope, node, variable)
+    loop = _range(scope, node, variable)
     if loop is None:
         return f"{where} does not run over blocks of a range"
     fixed = names_in(loop.bound) | names_in(loop.step) | names_in(loop.end)
@@ -126,7 +126,7 @@ def _has_start(node: cst.For) -> bool:
     return isinstance(node.iter, cst.Call) and len(node.iter.args) > 1 and normal(node.iter.args[0].value) != "0"
 
 
-def _read(scope: LoopScope, node: cst.For, variable: str) -> Loop | None:
+def _range(scope: LoopScope, node: cst.For, variable: str) -> Loop | None:
     """`range(a, N, STEP)` or `range(0, cdiv(N, STEP))`, also through tl.range and through a name for the count."""
     if called(node.iter) != "range" or not isinstance(node.iter, cst.Call):
         return None
@@ -178,10 +178,7 @@ def _main_body(kernel: Kernel, scope: LoopScope, loop: Loop) -> Main | str:
                     return
         elif isinstance(node, cst.Name):
             kept.add(node.value)
-        elif isinstance(node, cst.Attribute):
-            visit(node.value)
-            return
-        for child in children(node):
+        for child in _read(node):
             if child is not skip:
                 visit(child)
 
@@ -288,8 +285,13 @@ def _read_elsewhere(kernel: Kernel, loop: cst.For, name: str) -> bool:
                 continue
         if isinstance(node, cst.Name) and node.value == name:
             return True
-        stack.extend(children(node))
+        stack.extend(_read(node))
     return False
+
+
+def _read(node: cst.CSTNode) -> list[cst.CSTNode]:
+    """What is below a node, without the names that name no value: attributes and keywords."""
+    return [node.value] if isinstance(node, (cst.Attribute, cst.Arg)) else children(node)
 
 
 def _split(source: Source, loop: Loop, main: Main, number: int) -> dict[cst.CSTNode, Change]:
@@ -331,8 +333,8 @@ def _without(call: cst.CSTNode, drop: set[int]) -> cst.CSTNode:
 
 
 def _bare(node: cst.BaseExpression) -> cst.BaseExpression:
-    """The expression without its own brackets, if it is on one line."""
-    return node if "\n" in code(node) else node.with_changes(lpar=[], rpar=[])
+    """The expression on one line, without its own brackets."""
+    return cst.parse_expression(normal(node)) if "\n" in code(node) else node.with_changes(lpar=[], rpar=[])
 
 
 def _grouped(node: cst.BaseExpression) -> cst.BaseExpression:

@@ -1,0 +1,592 @@
+"""The built-in rewriter: every family on the examples and on kernels of the common shapes, and what must never happen.
+
+The sources below are read as text by the rewriter. Only `semantics` runs them: parents and children together, in one
+process with Triton's interpreter, on shapes at the edges of a block.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kernelband.writers.rewriter import FAMILIES, Move, moves, normal_form, reasons
+
+ROOT = Path(__file__).resolve().parents[1]
+SOFTMAX = (ROOT / "examples" / "softmax" / "kernel.py").read_text()
+MATMUL = (ROOT / "examples" / "matmul_bias_gelu" / "kernel.py").read_text()
+HEAD = "import torch\nimport triton\nimport triton.language as tl\n\n\n"
+
+ADD = HEAD + '''
+@triton.jit
+def add_kernel(x_ptr, y_ptr, o_ptr, n, BLOCK: tl.constexpr):
+    pid = tl.program_id(axis=0)
+    offs = pid * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < n
+    tl.store(o_ptr + offs, tl.load(x_ptr + offs, mask=mask) + tl.load(y_ptr + offs, mask=mask), mask=mask)
+
+
+def add(x, y):
+    o = torch.empty_like(x)
+    n = x.numel()
+    add_kernel[(triton.cdiv(n, 64),)](x, y, o, n, BLOCK=64)  # a comment that stays
+    return o
+'''
+
+LAYER_NORM = HEAD + '''
+@triton.jit
+def norm_kernel(X, W, Y, stride, N, eps, BLOCK_SIZE: tl.constexpr):
+    row = tl.program_id(0)
+    X += row * stride
+    Y += row * stride
+    lanes = tl.arange(0, BLOCK_SIZE)
+    _mean = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    for off in range(0, N, BLOCK_SIZE):
+        off = tl.multiple_of(off, BLOCK_SIZE)
+        a = tl.load(X + off + lanes, off + lanes < N, 0.0)
+        _mean += a
+    mean = tl.sum(_mean, axis=0) / N
+    _var = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    for off in range(0, N, BLOCK_SIZE):
+        cols = off + tl.arange(0, BLOCK_SIZE)
+        x = tl.load(X + cols, mask=cols < N, other=0.0).to(tl.float32)
+        x = 1.0 * tl.where(N > cols, x - mean, 0.0)
+        _var += x * x
+    rstd = 1 / tl.sqrt(tl.sum(_var, axis=0) / N + eps)
+    for off in tl.range(0, N, BLOCK_SIZE):
+        # the last pass writes
+        cols = off + tl.arange(0, BLOCK_SIZE)
+        mask = cols < N
+        w = tl.load(W + cols, mask=mask)
+        x = tl.load(X + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(
+            Y + cols,
+            (x - mean) * rstd * w,
+            mask=mask,
+        )
+
+
+class Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, eps):
+        y = torch.empty_like(x)
+        rows, N = x.shape
+        BLOCK_SIZE = 32
+        norm_kernel[(rows,)](
+            x, w, y,
+            x.stride(0), N, eps,
+            BLOCK_SIZE=BLOCK_SIZE,  # lanes
+            num_warps=2,
+        )
+        return y
+
+
+def norm(x, w, eps=1e-5):
+    return Norm.apply(x, w, eps)
+'''
+
+GROUPED = HEAD + '''
+@triton.jit
+def grouped_kernel(
+    a_ptr, b_ptr, c_ptr, M, N, K, sam, sak, sbk, sbn, scm, scn,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_SIZE_M: "tl.constexpr",
+):
+    pid = tl.program_id(axis=0)
+    num_pid_m = tl.cdiv(M, BLOCK_M)
+    num_pid_n = tl.cdiv(N, BLOCK_N)
+    in_group = GROUP_SIZE_M * num_pid_n
+    first = (pid // in_group) * GROUP_SIZE_M
+    size = min(num_pid_m - first, GROUP_SIZE_M)
+    pid_m = first + ((pid % in_group) % size)
+    pid_n = (pid % in_group) // size
+    offs_am = (pid_m * BLOCK_M + tl.arange(0, BLOCK_M)) % M
+    offs_bn = (pid_n * BLOCK_N + tl.arange(0, BLOCK_N)) % N
+    offs_k = tl.arange(0, BLOCK_K)
+    a_ptrs = a_ptr + offs_am[:, None] * sam + offs_k[None, :] * sak
+    b_ptrs = b_ptr + offs_k[:, None] * sbk + offs_bn[None, :] * sbn
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, tl.cdiv(K, BLOCK_K)):
+        a = tl.load(a_ptrs, mask=offs_k[None, :] < K - k * BLOCK_K, other=0.0)
+        b = tl.load(b_ptrs, mask=offs_k[:, None] < K - k * BLOCK_K, other=0.0)
+        acc += tl.dot(a, b, input_precision="ieee")
+        a_ptrs += BLOCK_K * sak
+        b_ptrs += BLOCK_K * sbk
+    rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    c_mask = (rows[:, None] < M) & (cols[None, :] < N)
+    tl.store(c_ptr + rows[:, None] * scm + cols[None, :] * scn, acc, mask=c_mask)
+
+
+def matmul(a, b):
+    M, K = a.shape
+    N = b.shape[1]
+    c = torch.empty((M, N), dtype=a.dtype)
+    grid = lambda META: (triton.cdiv(M, META["BLOCK_M"]) * triton.cdiv(N, META["BLOCK_N"]),)
+    grouped_kernel[grid](
+        a, b, c, M, N, K, a.stride(0), a.stride(1), b.stride(0), b.stride(1), c.stride(0), c.stride(1),
+        BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, GROUP_SIZE_M=2,
+    )
+    return c
+'''
+
+PLAIN_1D = (
+    GROUPED.replace(', GROUP_SIZE_M: "tl.constexpr"', "")
+    .replace(", GROUP_SIZE_M=2", "")
+    .replace("    in_group = GROUP_SIZE_M * num_pid_n\n    first = (pid // in_group) * GROUP_SIZE_M\n", "")
+    .replace("    size = min(num_pid_m - first, GROUP_SIZE_M)\n", "")
+    .replace("first + ((pid % in_group) % size)", "pid // num_pid_n")
+    .replace("(pid % in_group) // size", "pid % num_pid_n")
+)
+
+TILED_2D = MATMUL.replace("64, 64, 32", "16, 16, 16")
+
+OFFSET_LOOP = HEAD + '''
+@triton.jit
+def tail_sum_kernel(x_ptr, o_ptr, lo, hi, w, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for start in range(lo, hi, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        inside = cols < hi
+        mask = inside[None, :] & (rows[:, None] < w)
+        total += tl.load(x_ptr + rows[:, None] * hi + cols[None, :], mask=mask, other=0.0)
+    tl.store(o_ptr + rows, tl.sum(total, axis=1), mask=rows < w)
+
+
+def tail_sum(x, lo, ROWS_DEFAULT=4):
+    o = torch.empty(x.shape[0])
+    BLOCK, ROWS = 16, 8
+    grid = (triton.cdiv(x.shape[0], ROWS),)
+    tail_sum_kernel[grid](x, o, lo, x.shape[1], x.shape[0], BLOCK, ROWS)
+    return o
+'''
+
+HELPER = HEAD + '''
+BLOCK = 32
+
+
+@triton.jit
+def load_block(ptr, pid, n, SIZE: tl.constexpr):
+    offs = pid * SIZE + tl.arange(0, SIZE)
+    return tl.load(ptr + offs, mask=offs < n, other=0.0)
+
+
+@triton.jit
+def double_kernel(x_ptr, o_ptr, n, SIZE: tl.constexpr = 32):
+    pid = tl.program_id(0)
+    x = load_block(x_ptr, pid, n, SIZE)
+    offs = pid * SIZE + tl.arange(0, SIZE)
+    tl.store(o_ptr + offs, 2 * x, mask=offs < n)
+
+
+def double(x):
+    o = torch.empty_like(x)
+    double_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, o, x.numel(), BLOCK)
+    return o
+'''
+
+AUTOTUNED = ADD.replace(
+    "@triton.jit",
+    '@triton.autotune(configs=[triton.Config({"BLOCK": 64}, num_warps=4)], key=["n"])\n@triton.jit',
+).replace("BLOCK=64)", ")")
+
+# source -> calls on edge shapes: no whole block, a whole number of blocks, and a part left over
+CASES: dict[str, tuple[str, list[str]]] = {
+    "softmax": (SOFTMAX, [f"softmax(torch.randn(2, {n}))" for n in (5, 256, 700)]),
+    "matmul_bias_gelu": (
+        TILED_2D,
+        [f"matmul_bias_gelu(torch.randn({m}, {k}), torch.randn({k}, {n}), torch.randn({n}))"
+         for m, n, k in ((5, 7, 3), (80, 48, 32), (83, 35, 41))],
+    ),
+    "add": (ADD, [f"add(torch.randn({n}), torch.randn({n}))" for n in (1, 64, 200)]),
+    "layer_norm": (LAYER_NORM, [f"norm(torch.randn(3, {n}), torch.randn({n}))" for n in (5, 64, 75)]),
+    "grouped": (GROUPED, [f"matmul(torch.randn({m}, {k}), torch.randn({k}, {n}))"
+                          for m, n, k in ((5, 7, 3), (80, 48, 32), (83, 35, 41))]),
+    "plain_1d": (PLAIN_1D, [f"matmul(torch.randn({m}, {k}), torch.randn({k}, {n}))"
+                            for m, n, k in ((5, 7, 3), (160, 48, 16), (83, 35, 41))]),
+    "offset_loop": (OFFSET_LOOP, [f"tail_sum(torch.randn(11, {n}), {lo})" for n, lo in ((5, 2), (36, 4), (50, 3), (9, 9))]),
+    "helper": (HELPER, [f"double(torch.randn({n}))" for n in (1, 64, 100)]),
+}  # fmt: skip
+
+
+def descriptions(source: str, family: str) -> list[str]:
+    return [move.description for move in moves(source) if move.family == family]
+
+
+def added(parent: str, child: str) -> set[str]:
+    return {line.strip() for line in child.splitlines()} - {line.strip() for line in parent.splitlines()}
+
+
+def signatures(source: str) -> list[str]:
+    """Every function that is no kernel, with its arguments and defaults."""
+    return [
+        f"{node.name}({ast.unparse(node.args)})"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and not any("jit" in ast.unparse(mark) for mark in node.decorator_list)
+    ]
+
+
+def check_children(source: str, strategy: str | None = None) -> list[Move]:
+    """What holds for the children of any source whatever."""
+    found = moves(source, strategy)
+    assert found == moves(source, strategy)
+    forms = [normal_form(move.source) for move in found]
+    assert len(set(forms)) == len(forms)
+    assert normal_form(source) not in forms
+    for move in found:
+        assert signatures(move.source) == signatures(source)
+        assert "\n" not in move.description
+        assert strategy in (None, move.strategy)
+    return found
+
+
+# --- the contract -----------------------------------------------------------------------------------------------
+
+
+def test_families_have_a_name_a_strategy_and_a_precondition_in_words():
+    assert {(rule.name, rule.strategy) for rule in FAMILIES} == {
+        ("block_sizes", "tiling"),
+        ("launch_params", "pipeline"),
+        ("program_order", "reordering"),
+        ("tail_mask", "vectorization"),
+    }
+    assert all(" " in rule.precondition for rule in FAMILIES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_family_either_makes_children_or_says_why_not(name):
+    source = CASES[name][0]
+    applied = {move.family for move in check_children(source)}
+    refused = reasons(source)
+    assert applied | refused.keys() == {rule.name for rule in FAMILIES}
+    assert not applied & refused.keys()
+    assert all(" " in words for words in refused.values())
+
+
+def test_a_strategy_restricts_the_moves():
+    assert {move.family for move in check_children(MATMUL, "tiling")} == {"block_sizes"}
+    assert moves(MATMUL, "fusion") == []
+
+
+@pytest.mark.parametrize("source", ["def f(:\n", "x = (", "\x00", "if True:\n\tx\n        y\n", "(" * 500 + ")" * 500])
+def test_a_source_that_cannot_be_parsed_has_no_moves_and_that_reason(source):
+    assert moves(source) == []
+    assert all("cannot be parsed" in words for words in reasons(source).values())
+    normal_form(source)
+
+
+def test_a_module_without_kernels_has_no_moves():
+    assert moves("import torch\n\ndef f(x):\n    return x\n") == []
+    assert "no function decorated with triton.jit" in reasons("x = 1\n")["tail_mask"]
+    assert moves(ADD.replace("@triton.jit", "@torch.jit.script")) == []
+
+
+def test_the_source_is_never_executed(tmp_path):
+    trap = tmp_path / "trap"
+    source = f"open({str(trap)!r}, 'w').write('ran')\n" + ADD
+    assert moves(source) and not trap.exists()
+
+
+def test_normal_form_ignores_layout_comments_and_doc_strings_only():
+    one = 'def f(x):\n    """Doc."""\n    return (x +  1)  # add\n'
+    assert normal_form(one) == normal_form("def f(x): return x + 1")
+    assert normal_form(one) != normal_form("def f(x): return x + 2")
+    assert normal_form('def f():\n    """only"""\n') == normal_form("def f(): pass")
+
+
+def test_untouched_code_keeps_its_layout_and_comments():
+    for move in moves(LAYER_NORM) + moves(MATMUL):
+        parent = LAYER_NORM if "norm_kernel" in move.source else MATMUL
+        gone = set(parent.splitlines()) - set(move.source.splitlines())
+        assert len(gone) <= 2, (move.description, gone)
+
+
+# --- block sizes --------------------------------------------------------------------------------------------------
+
+
+def test_tile_sizes_change_alone_and_for_products_jointly():
+    assert descriptions(SOFTMAX, "block_sizes") == [
+        f"BLOCK 256 -> {size} in softmax_kernel" for size in (512, 128, 1024, 64, 2048)
+    ]
+    found = descriptions(MATMUL, "block_sizes")
+    assert "BLOCK_K 32 -> 64 in matmul_bias_gelu_kernel" in found
+    assert "BLOCK_M 64 -> 128, BLOCK_N 64 -> 128 in matmul_bias_gelu_kernel" in found
+    assert "BLOCK_M 64 -> 128, BLOCK_N 64 -> 256, BLOCK_K 32 -> 64 in matmul_bias_gelu_kernel" in found
+    assert not any(f"-> {size}" in text for text in found for size in (8, 1024))
+
+
+def test_a_tuple_assignment_is_changed_in_place():
+    child = next(m for m in moves(MATMUL) if m.description.startswith("BLOCK_N 64 -> 128 in"))
+    assert added(MATMUL, child.source) == {"BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 32"}
+
+
+def test_a_literal_in_the_grid_moves_with_the_launch_when_it_is_the_only_one():
+    child = next(m for m in moves(ADD) if m.description == "BLOCK 64 -> 128 in add_kernel")
+    line = "add_kernel[(triton.cdiv(n, 128),)](x, y, o, n, BLOCK=128)  # a comment that stays"
+    assert added(ADD, child.source) == {line}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("triton.cdiv(n, 64)", "(n + 63) // 64", "spells BLOCK as 63"),
+        ("triton.cdiv(n, 64)", "blocks(n)", "does not follow BLOCK"),
+        ("triton.cdiv(n, 64)", "n * 64", "cannot be tied"),
+        ("BLOCK=64", "BLOCK=triton.next_power_of_2(n)", "computed"),
+        ("BLOCK=64", "BLOCK=48", "not a power of two"),
+        ("BLOCK=64", "**options", "**kwargs"),
+        ("pid * BLOCK + tl.arange", "pid * n + tl.arange", "covers a whole axis"),
+        ("def add(x, y):", "def add(x, y, BLOCK=64):", "signature is frozen"),
+    ],
+)
+def test_a_tile_size_that_cannot_follow_is_declined_in_words(old, new, words):
+    source = ADD.replace(old, new)
+    if old.startswith("def"):
+        source = source.replace("BLOCK=64)  #", "BLOCK=BLOCK)  #")
+    assert source != ADD
+    assert words in reasons(source)["block_sizes"]
+
+
+def test_two_tiles_of_one_size_in_a_spelled_grid_are_ambiguous():
+    source = MATMUL.replace("    BLOCK_M, BLOCK_N, BLOCK_K = 64, 64, 32\n", "")
+    source = source.replace("BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K", "BLOCK_M=64, BLOCK_N=64, BLOCK_K=32")
+    source = source.replace("(M, BLOCK_M), triton.cdiv(N, BLOCK_N)", "(M, 64), triton.cdiv(N, 64)")
+    found = descriptions(source, "block_sizes")
+    assert found and all(text.startswith("BLOCK_K") for text in found)
+
+
+def test_a_module_constant_and_a_kernel_default_are_knobs():
+    assert "SIZE 32 -> 64 in double_kernel" in descriptions(HELPER, "block_sizes")
+    by_default = HELPER.replace(", x.numel(), BLOCK)", ", x.numel())").replace("x.numel(), BLOCK)", "x.numel(), 32)")
+    child = next(m for m in moves(by_default) if m.description == "SIZE 32 -> 64 in double_kernel")
+    assert "def double_kernel(x_ptr, o_ptr, n, SIZE: tl.constexpr = 64):" in child.source
+    assert "triton.cdiv(x.numel(), 64)" in child.source
+
+
+def test_autotuned_kernels_are_left_to_their_configs():
+    why = reasons(AUTOTUNED)
+    assert "triton.autotune config" in why["block_sizes"]
+    assert "is autotuned" in why["launch_params"]
+
+
+# --- launch parameters --------------------------------------------------------------------------------------------
+
+
+def test_launch_options_are_replaced_or_added():
+    assert "num_warps 2 -> 8 in norm_kernel" in descriptions(LAYER_NORM, "launch_params")
+    assert "num_stages 3 -> 4 in norm_kernel" in descriptions(LAYER_NORM, "launch_params")
+    stages = next(m for m in moves(LAYER_NORM) if m.description.startswith("num_stages 3 -> 4"))
+    assert "            num_warps=2,\n            num_stages=4,\n        )" in stages.source
+    child = next(m for m in moves(ADD) if m.description == "num_warps 4 -> 8 in add_kernel")
+    assert "BLOCK=64, num_warps=8)  # a comment that stays" in child.source
+    without = LAYER_NORM.replace("            num_warps=2,\n", "")
+    child = next(m for m in moves(without) if m.description.startswith("num_warps 4 -> 8"))
+    assert "BLOCK_SIZE=BLOCK_SIZE,  # lanes\n            num_warps=8,\n        )" in child.source
+
+
+def test_stages_need_a_loop_and_each_launch_stands_alone():
+    assert not any("num_stages" in text for text in descriptions(ADD, "launch_params"))
+    twice = ADD + "\n\ndef again(x, o, n):\n    add_kernel[(triton.cdiv(n, 32),)](x, x, o, n, BLOCK=32, num_warps=1)\n"
+    found = descriptions(twice, "launch_params")
+    assert "num_warps 4 -> 8 in add_kernel (launch 1 of 2)" in found
+    assert "num_warps 1 -> 8 in add_kernel (launch 2 of 2)" in found
+
+
+# --- program order ------------------------------------------------------------------------------------------------
+
+
+def test_a_two_dimensional_grid_is_grouped():
+    found = descriptions(MATMUL, "program_order")
+    assert found == [f"programs of matmul_bias_gelu_kernel in groups of {n} along pid_m" for n in (8, 4, 16)]
+    child = moves(MATMUL, "reordering")[0].source
+    regrouped = descriptions(child, "program_order")
+    assert regrouped == [f"GROUP_ROWS 8 -> {n} in matmul_bias_gelu_kernel" for n in (4, 16, 1)]
+
+
+def test_a_split_one_dimensional_grid_is_grouped_and_a_group_size_is_changed():
+    assert len(descriptions(PLAIN_1D, "program_order")) == 3
+    assert descriptions(GROUPED, "program_order") == [f"GROUP_SIZE_M 2 -> {n} in grouped_kernel" for n in (8, 4, 16, 1)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("    rows = pid_m", "    count = tl.num_programs(1)\n    rows = pid_m", "num_programs"),
+        ("    rows = pid_m", "    old = tl.atomic_add(c_ptr, 1)\n    rows = pid_m", "atomics"),
+        ("    pid_n = tl.program_id(1)", "    x = pid_m + 1\n    pid_n = tl.program_id(1)", "before both"),
+        ("    pid_n = tl.program_id(1)", "    pid_n = tl.program_id(1)\n    pid_n += 0", "each assigned once"),
+    ],
+)
+def test_an_order_that_may_matter_is_kept(old, new, words):
+    assert words in reasons(MATMUL.replace(old, new))["program_order"]
+
+
+def test_an_elementwise_kernel_gains_nothing_from_order():
+    assert "program_order" in reasons(ADD)
+    two = ADD.replace("pid = tl.program_id(axis=0)", "pid = tl.program_id(0)\n    other = tl.program_id(axis=1)")
+    assert "no tl.dot" in reasons(two)["program_order"]
+
+
+# --- mask only in the tail ----------------------------------------------------------------------------------------
+
+
+def test_each_loop_alone_and_all_together():
+    assert descriptions(SOFTMAX, "tail_mask") == [
+        *(f"mask only in the tail of the loop over start ({n} of 3) in softmax_kernel" for n in (1, 2, 3)),
+        "mask only in the tail of 3 loops in softmax_kernel",
+    ]
+    child = moves(SOFTMAX, "vectorization")[-1].source
+    assert child.count("tl.load(x_row + cols)") == 3
+    assert child.count("mask = cols < n_cols") == 3
+    assert "tl.store(y_row + cols, y)\n" in child
+
+
+def test_other_conditions_stay_and_true_branches_are_taken():
+    child = moves(MATMUL, "vectorization")[0].source
+    assert "a = tl.load(a_ptrs, mask=rows[:, None] < M, other=0.0)" in child
+    child = moves(LAYER_NORM, "vectorization")[-1].source
+    assert "x = 1.0 * (x - mean)\n" in child
+    assert "a = tl.load(X + off + lanes)\n" in child
+    child = moves(OFFSET_LOOP, "vectorization")[0].source
+    assert "mask = rows[:, None] < w\n" in child
+    assert "full_end = lo + max(hi - lo, 0) // BLOCK * BLOCK" in child
+
+
+def test_a_split_loop_is_not_split_again():
+    for source in (SOFTMAX, LAYER_NORM, GROUPED, OFFSET_LOOP):
+        child = moves(source, "vectorization")[-1].source
+        assert moves(child, "vectorization") == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("cols < hi", "cols <= hi"),
+        ("cols < hi", "cols + 1 < hi"),
+        ("cols < hi", "cols < w"),
+        ("start + tl.arange(0, BLOCK)", "start + tl.arange(0, ROWS)"),
+        ("start + tl.arange(0, BLOCK)", "start * 2 + tl.arange(0, BLOCK)"),
+        ("        inside = cols < hi\n", "        cols += 1\n        inside = cols < hi\n"),
+        ("        inside = cols < hi\n", "        inside = cols < hi\n        hi += 0\n"),
+        ("        inside = cols < hi\n", "        start += 1\n        inside = cols < hi\n"),
+        ("range(lo, hi, BLOCK)", "tl.static_range(lo, hi, BLOCK)"),
+        ("range(lo, hi, BLOCK)", "range(hi, lo, -BLOCK)"),
+    ],
+)
+def test_a_condition_that_is_not_the_bound_is_left_alone(old, new):
+    source = OFFSET_LOOP.replace(old, new)
+    assert source != OFFSET_LOOP
+    assert moves(source, "vectorization") == []
+    assert "tail_mask" in reasons(source)
+
+
+def test_a_mask_with_another_use_keeps_its_definition():
+    source = SOFTMAX.replace("y = tl.exp(x - row_max) / row_sum", "y = tl.exp(x - row_max) / row_sum * mask")
+    child = moves(source, "vectorization")[2].source
+    assert child.count("mask = cols < n_cols") == source.count("mask = cols < n_cols") + 1
+
+
+# --- children compute what their parents compute --------------------------------------------------------------------
+
+RUNNER = """
+import importlib.util, json, sys, torch
+jobs = json.load(open(sys.argv[1]))
+def run(path, call):
+    spec = importlib.util.spec_from_file_location("candidate", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.manual_seed(0)
+    return eval(call, vars(module))
+bad, wanted = [], {}
+for job in jobs:
+    for call in job["calls"]:
+        key = (job["parent"], call)
+        if key not in wanted:
+            wanted[key] = run(job["parent"], call)
+        try:
+            got = run(job["child"], call)
+            torch.testing.assert_close(got, wanted[key], rtol=1e-5, atol=1e-5, equal_nan=True)
+            if job["exact"] and not torch.equal(got, wanted[key]):
+                raise AssertionError("not bitwise equal")
+        except Exception as error:
+            bad.append([job["description"], call, repr(error)[:500]])
+print("RESULT" + json.dumps({"bad": bad, "runs": len(jobs)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def semantics(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("rewriter")
+    jobs = []
+    for name, (source, calls) in CASES.items():
+        parent = folder / f"{name}.py"
+        parent.write_text(source)
+        found = moves(source)
+        # children of children: the second step starts from what the first wrote
+        first = {move.family: move for move in found}
+        found += [m for other in first.values() if other.family != "launch_params" for m in moves(other.source)[::7]]
+        for index, move in enumerate(found):
+            if move.family == "launch_params" and index % 4:  # the interpreter ignores these; a sample runs at all
+                continue
+            child = folder / f"{name}_{index}.py"
+            child.write_text(move.source)
+            exact = move.family != "block_sizes" and index < len(moves(source))
+            text = f"{name}: {move.description}"
+            jobs.append({"parent": str(parent), "child": str(child), "calls": calls, "exact": exact, "description": text})
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    (folder / "runner.py").write_text(RUNNER)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(folder / "runner.py"), str(folder / "jobs.json")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert "RESULT" in done.stdout, done.stderr[-3000:]
+    return json.loads(done.stdout.split("RESULT")[1])
+
+
+def test_every_child_computes_what_its_parent_computes(semantics):
+    assert semantics["runs"] > 80
+    assert semantics["bad"] == []
+
+
+# --- whatever the source ------------------------------------------------------------------------------------------
+
+SEEDS = [source for source, _ in CASES.values()] + [AUTOTUNED]
+SCRAPS = ["", "    pass", "    x = 1", "        mask = None", "    return", "for i in range(0, N, BLOCK):", ")", "BLOCK = 16",
+          "        n = n + 1", "    pid = tl.program_id(0)", "@triton.jit", "    y = 'text # not a comment'"]  # fmt: skip
+
+
+@st.composite
+def mutated(draw) -> str:
+    """An example source with a few lines deleted, doubled, swapped or replaced, or with two of its words exchanged."""
+    lines = draw(st.sampled_from(SEEDS)).splitlines()
+    for _ in range(draw(st.integers(1, 3))):
+        at, to = draw(st.integers(0, len(lines) - 1)), draw(st.integers(0, len(lines) - 1))
+        kind = draw(st.sampled_from(["delete", "double", "swap", "scrap", "word"]))
+        if kind == "delete":
+            lines[at] = ""
+        elif kind == "double":
+            lines.insert(at, lines[at])
+        elif kind == "swap":
+            lines[at], lines[to] = lines[to], lines[at]
+        elif kind == "scrap":
+            lines.insert(at, draw(st.sampled_from(SCRAPS)))
+        else:
+            words = ["BLOCK", "tl.load", "mask", "range", "64", "0", "pid", "tl.arange", "BLOCK_M", "N", "K", "cols"]
+            old = draw(st.sampled_from(words))
+            new = draw(st.sampled_from([*words, "-1", "(a, *b)", "lambda q: q", "x[0]"]))
+            lines[at] = lines[at].replace(old, new)
+    return "\n".join(lines) + "\n"
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(mutated(), st.sampled_from(["tiling", "pipeline", "reordering", "vectorization"]))
+def test_moves_never_raise_and_children_are_always_well_formed(source, strategy):
+    for move in check_children(source, strategy):
+        ast.parse(move.source)
+    assert set(reasons(source)) <= {rule.name for rule in FAMILIES}
