@@ -17,6 +17,8 @@ from kernelband.evaluate.judgement import Judgement
 from kernelband.writers import Request, Written
 from kernelband.writers.mechanical import Rewriter
 
+remote: Any = ray.remote  # its type stubs know neither max_concurrency nor keywords that depend on others
+
 
 class _Warned:
     """Collects warnings of the plain class inside, for the driver to show."""
@@ -28,7 +30,7 @@ class _Warned:
         return self.texts
 
 
-@ray.remote(num_cpus=0, max_concurrency=1)
+@remote(num_cpus=0, max_concurrency=1)
 class RewriterActor:
     def __init__(self, seed: int, tried: list[str]):
         self.writer = Rewriter(seed, tried)
@@ -40,7 +42,7 @@ class RewriterActor:
         return [self.writer.write(request) for request in batch]
 
 
-@ray.remote(num_cpus=0, max_concurrency=1)
+@remote(num_cpus=0, max_concurrency=1)
 class CompilerActor(_Warned):
     def __init__(self, cache: str, entry: str, cases: list, target: Any, timeout_s: float):
         super().__init__()
@@ -55,7 +57,7 @@ class CompilerActor(_Warned):
         return self.compiler.compile(source, self.entry, self.cases, self.target)
 
 
-@ray.remote(num_cpus=0, max_concurrency=1)
+@remote(num_cpus=0, max_concurrency=1)
 class ModelActor(_Warned):
     """Judges without a GPU: the interpreter for correctness, the modelled device for latency."""
 
@@ -75,7 +77,7 @@ class ModelActor(_Warned):
         return asdict(self.judge_.judge(source, facts, held_out))
 
 
-@ray.remote(num_cpus=1, num_gpus=1, max_concurrency=1)
+@remote(num_cpus=1, num_gpus=1, max_concurrency=1)
 class GpuActor(_Warned):
     """Owns one GPU: checks and times candidates there."""
 
@@ -96,11 +98,6 @@ class GpuActor(_Warned):
 
     def final(self, name: str, source: str, cache: str | None) -> dict[str, Any]:
         return self._costed(self.supervisor.final, name, source, _path(cache))
-
-    def peers(self) -> list[dict[str, Any]]:
-        from kernelband.evaluate.peers import measure_peers
-
-        return measure_peers(self.supervisor)
 
     def _costed(self, what: Any, *args: Any) -> dict[str, Any]:
         started = time.monotonic()

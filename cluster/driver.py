@@ -36,6 +36,10 @@ def result_from(judgement: Judgement, facts: dict[str, float], load: dict[str, f
     )
 
 
+def _line(text: str | None) -> str:
+    return " ".join((text or "").split()).rstrip(".")
+
+
 class Driver:
     """Runs one search to its end. `shop` does the work; `state` is the fold of `journal`."""
 
@@ -65,10 +69,10 @@ class Driver:
         self.status.stage = "judging the baseline"
         compiled = await self.shop.compile(source)
         if not compiled.ok:
-            raise UserError(f"the baseline does not compile for {self.shop.label}: {compiled.error}. Mend kernel.py.")
+            raise UserError(f"the baseline does not compile for {self.shop.label}: {_line(compiled.error)}. Mend kernel.py.")
         judgement = await self.shop.baseline(name, source, compiled)
         if judgement.kind != "measured":
-            raise UserError(f"the baseline is not right against the oracle ({judgement.kind}): {judgement.detail}. Mend "
+            raise UserError(f"the baseline is not right against the oracle ({judgement.kind}): {_line(judgement.detail)}. Mend "
                             f"kernel.py or the oracle; a search needs a correct start.")
         judgement.level = "baseline"
         facts, load, rung = self.shop.profile(compiled, judgement)

@@ -48,7 +48,11 @@ def session(address: str | None) -> Iterator[None]:
     try:
         ray.init(address=where, **options)
     except Exception as err:
-        raise RunFailed(f"Ray could not be {'started' if where == 'local' else f'reached at {where}'}: {err}") from None
+        told = f"Ray could not be {'started' if where == 'local' else f'reached at {where}'}: {str(err).splitlines()[0]}"
+        if where != "local":
+            told += (". If the cluster asks for a token, set RAY_AUTH_MODE=token (with the token in RAY_AUTH_TOKEN or in "
+                     "~/.ray/auth_token) here as there.")
+        raise RunFailed(told) from None
     try:
         yield
     finally:

@@ -28,8 +28,8 @@ KEPT = re.compile(r"^RAY_")
 out = Console()
 err = Console(stderr=True)
 
-TaskArgument = Annotated[str, typer.Argument(help="task folder: task.py and kernel.py", show_default=False)]
-RunArgument = Annotated[Path, typer.Argument(help="run folder", show_default=False)]
+TaskArgument = Annotated[str, typer.Argument(help="task folder: task.py and kernel.py", metavar="TASK", show_default=False)]
+RunArgument = Annotated[Path, typer.Argument(help="run folder", metavar="RUN", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object, last")]
 
 

@@ -33,7 +33,6 @@ class Workers(_Part):
 class Limits(_Part):
     compile_seconds: float = Field(120, gt=0, description="one candidate's compilation")
     check_seconds: float = Field(60, gt=0, description="one case in the interpreter or on the GPU")
-    memory_gib: float = Field(12, gt=0, description="host memory of one candidate")
 
 
 class Config(_Part):

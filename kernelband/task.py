@@ -185,14 +185,15 @@ def _check_contract(task: Task, path: Path) -> None:
     names = [c.name for c in task.cases]
     if len(set(names)) != len(names):
         raise UserError(f"{where} case names must differ; twice: {sorted({n for n in names if names.count(n) > 1})}.")
+    for case in task.cases:
+        if case.role not in ("check", "timed", "held_out"):
+            raise UserError(f"{where} case {case.name!r} has role {case.role!r}; "
+                            f"{nearest(str(case.role), ('check', 'timed', 'held_out'))}")
     for role in ("check", "timed"):
         if not task.with_role(role):  # type: ignore[arg-type]
             raise UserError(f"{where} there is no case with role {role!r}; a task needs at least one 'check' case "
                             f"(small, edge shapes) and one 'timed' case.")
     for case in task.cases:
-        if case.role not in ("check", "timed", "held_out"):
-            raise UserError(f"{where} case {case.name!r} has role {case.role!r}; "
-                            f"{nearest(str(case.role), ('check', 'timed', 'held_out'))}")
         if case.dtype not in contract.dtypes:
             raise UserError(f"{where} case {case.name!r} has dtype {case.dtype!r}, which is not in the contract's "
                             f"dtypes {list(contract.dtypes)}.")

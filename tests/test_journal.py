@@ -54,7 +54,7 @@ def test_a_line_changed_by_hand_is_named(tmp_path):
     data["result"]["log_speedup"] = 3.0
     lines[1] = json.dumps(data)
     path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(RunFailed, match="line 2.*altered"):
+    with pytest.raises(RunFailed, match=r"line 2.*altered"):
         journal.read(tmp_path)
 
 

@@ -1,5 +1,6 @@
 """What may be said from slices: medians, intervals, pairs. No clock is read here; slices are made up."""
 
+import itertools
 import math
 
 import numpy as np
@@ -31,7 +32,7 @@ def test_slices_alternate_abba(pairs, start):
     alternate(lambda: order.append("a") or Slice(1, 1), lambda: order.append("b") or Slice(1, 1), pairs, start)
     assert order.count("a") == order.count("b") == pairs
     blocks = [tuple(order[i:i + 2]) for i in range(0, len(order), 2)]
-    assert all(x != y for x, y in zip(blocks, blocks[1:], strict=False))
+    assert all(x != y for x, y in itertools.pairwise(blocks))
     assert (blocks[0] == ("a", "b")) == start
 
 

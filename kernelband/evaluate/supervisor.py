@@ -86,7 +86,7 @@ class Supervisor:
 
     # -- children -----------------------------------------------------------------------------------------------
 
-    def _child(self, source: str, cache: Path | None) -> Child:
+    def child_of(self, source: str, cache: Path | None) -> Child:
         child = self.zygote.spawn()
         try:
             if cache is not None:
@@ -97,6 +97,10 @@ class Supervisor:
             child.kill()
             raise
         return child
+
+    def bind_timed(self, child: Child) -> None:
+        """Open the buffers of all timed cases in a child."""
+        self._bind(child, self._timed())
 
     def _bind(self, child: Child, benches: list[Bench]) -> None:
         for bench in benches:
@@ -117,7 +121,7 @@ class Supervisor:
             self.benches[case.name] = Bench(self.task, case, Bench.slots_for(self.task, case, self.l2), self.timeout_s)
         judgement = Judgement("measured", level="baseline")
         try:
-            child = self._guard(judgement, self._child, source, cache)
+            child = self._guard(judgement, self.child_of, source, cache)
             self.sides[name] = child
             self._check(child, judgement, with_held_out=True)
             for bench in self._timed():
@@ -138,7 +142,7 @@ class Supervisor:
         if child is None or not _alive(child):
             source, cache = self.sources[name]
             try:
-                child = self._child(source, cache)
+                child = self.child_of(source, cache)
                 self._bind(child, self._timed())
             except (ChildDied, CandidateError) as err:
                 raise RunFailed(f"the child of {name}, which ran before, cannot be started again: {err}. The GPU may be "
@@ -239,7 +243,7 @@ class Supervisor:
             clock = time.monotonic()
 
         try:
-            child = self._guard(judgement, self._child, source, cache)
+            child = self._guard(judgement, self.child_of, source, cache)
             lap("start")
             self._check(child, judgement, with_held_out=False)
             lap("verify")
@@ -283,7 +287,7 @@ class Supervisor:
                 for side in list(self.sides):
                     self.sides.pop(side).kill()
                 base = self._side(self.baseline)
-                child = self._guard(judgement, self._child, source, cache)
+                child = self._guard(judgement, self.child_of, source, cache)
                 try:
                     self._check(child, judgement, with_held_out=run == 0)
                     for bench in self._timed():
@@ -315,6 +319,20 @@ class Supervisor:
                             judgement.times.get(bench.case.name, (bench.slice(child).us,))[0])
         if told:
             raise Refused("timing_inconsistent", f"{bench.case.name}: {told}")
+
+    def race(self, a: Child, b: Child, pairs: int) -> dict[str, tuple[Ratio, float, float]]:
+        """Paired slices of two bound children on every timed case: case -> (log of A's time over B's, us of A, us of B).
+
+        For comparing versions outside of a search (benchmarks); neither side is checked beyond its sampled results.
+        """
+        told = {}
+        for bench in self._timed():
+            bench.refill()
+            done = alternate(lambda b_=bench: b_.slice(a), lambda b_=bench: b_.slice(b), pairs,  # type: ignore[misc]
+                             bool(secrets.randbelow(2)))
+            us_a, us_b = (median_interval([pair[i].us for pair in done], 0)[0] for i in (0, 1))
+            told[bench.case.name] = (ratio(done), us_a, us_b)
+        return told
 
     def close(self) -> None:
         for child in self.sides.values():

@@ -161,7 +161,7 @@ class Child:
             return "protocol", "the child closed its connection and ran on"
         if self._flooded:
             return "flood", f"more than {FLOOD_BYTES >> 20} MiB of output"
-        if self._exit is None:
+        if self._exit is None or self._error:
             ended = self._error or "without a report: its supervisor or zygote was killed"
             return ("signal", "SIGKILL, from the trusted side") if self._killed else ("exit", ended)
         if self._exit < 0:
@@ -220,17 +220,22 @@ class Zygote:
     ``mode``: "interpret", "compile", "cuda", or "bare" (only the operations load and ping).
     ``namespaces``: which to unshare. ``drop_uid``: as root, give each child an id of its own.
     ``hide``: folders that children must not see, beside home, /tmp and the like (a run folder, say).
+    ``disk_bytes``: a child whose folder grows beyond it is killed (looked at twice a second).
     ``warn``: called once for each sandbox feature that is off though it was asked for.
     Raises SandboxError when the zygote cannot start; nothing of a candidate is involved then.
     """
 
     def __init__(self, mode: str, *, namespaces: Sequence[str] = NAMESPACES, drop_uid: bool = True,
-                 hide: Sequence[str] = (), warn: Callable[[str], None] = _log.warning) -> None:
+                 hide: Sequence[str] = (), disk_bytes: int = 8 << 30,
+                 warn: Callable[[str], None] = _log.warning) -> None:
         unknown = set(namespaces) - set(NAMESPACES)
         if unknown:
             raise ValueError(f"no such namespace: {', '.join(sorted(unknown))}")
+        if "pid" in namespaces and "mount" not in namespaces:
+            raise ValueError("a pid namespace needs a mount namespace, for a /proc that matches it")
         self.mode = mode
         self._namespaces, self._hide, self._warn = list(namespaces), [os.path.abspath(path) for path in hide], warn
+        self._disk_bytes = disk_bytes
         self._drop_uid = drop_uid and os.geteuid() == 0
         self._lock = threading.Lock()
         self._children: list[Child] = []
@@ -319,7 +324,7 @@ class Zygote:
         status, their_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output, their_output = os.pipe()
         message = {"mode": self.mode, "workdir": workdir, "uid": uid, "namespaces": self._namespaces,
-                   "hide": self._hide, "keep": self._keep}
+                   "hide": self._hide, "keep": self._keep, "disk_bytes": self._disk_bytes}
         with their_requests, their_status:
             try:
                 socket.send_fds(self._control, [json.dumps(message).encode()],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -97,7 +98,7 @@ def panel(state: State, status: Status) -> Panel:
     for name in sorted({*status.arms, *pulls}):
         weight, reason = status.arms.get(name, (0.0, "nothing left to try"))
         arms.add_row(name, f"{weight:.2f}", str(pulls.get(name, 0)), reason)
-    parts = [top, Text(), arms] if status.arms or pulls else [top]
+    parts: list[Any] = [top, Text(), arms] if status.arms or pulls else [top]
     if status.notes:
         parts += [Text(), Text("\n".join(status.notes[-3:]), style="yellow")]
     return Panel(Group(*parts), title=f"kernelband · {start.task} · {start.device} · {status.stage}", title_align="left")

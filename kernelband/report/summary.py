@@ -17,7 +17,7 @@ NO_DIFFERENCE = 0.10
 
 def outcomes(state: State) -> dict[str, int]:
     """How many pulls ended how; those still in flight as 'pending'."""
-    counts = Counter(o.kind for o in state.outcomes.values())
+    counts: Counter[str] = Counter(o.kind for o in state.outcomes.values())
     if state.pending:
         counts["pending"] = len(state.pending)
     return dict(sorted(counts.items()))

@@ -4,14 +4,16 @@ Runs beside candidate code, so that nothing it says is more than evidence: the t
 shared output buffers and keeps the clock. It does no arithmetic on results.
 """
 
+from typing import Any
+
 import cudrv
 import serve
 import torch
 
-_slots = {}
-_outputs = {}
-_kept = {}
-_opened = {}
+_slots: dict[str, list[tuple[str, Any]]] = {}
+_outputs: dict[str, list[tuple[dict[str, Any], torch.Tensor]]] = {}
+_kept: dict[str, Any] = {}
+_opened: dict[str, int] = {}
 
 
 def _open(handle):
@@ -79,7 +81,8 @@ def _flat(result):
 
 def _deliver(slot, result, output):
     """Copy the results of a call on `slot` into the shared buffers of `output`; says what did not fit."""
-    returned, arguments, said = _flat(result), dict(_slots[slot]), []
+    returned, arguments = _flat(result), dict(_slots[slot])
+    said: list[dict[str, Any]] = []
     for spec, buffer in _outputs[output]:
         if spec["from"] == "return":
             value = returned[spec["index"]] if spec["index"] < len(returned) else None

@@ -211,32 +211,56 @@ def _supervise(message: dict[str, Any], requests_fd: int, status: socket.socket,
     os.close(requests_fd)
     os.close(output_fd)
     _report(status, {"supervisor": os.getpid(), "init": child})
-    result = _wait_for(child, status)
+    result = _wait_for(child, status, plan.workdir, message["disk_bytes"])
     if not contained and plan.uid is not None:
         _kill_all_of(plan.uid)
     _sweep(10)
-    if not contained or os.WIFSIGNALED(result):
+    if not contained or os.WIFSIGNALED(result):  # else init has said how the candidate's process ended
         _report(status, {"exit": os.waitstatus_to_exitcode(result)})
 
 
-def _wait_for(child: int, status: socket.socket) -> int:
-    """Wait status of ``child``, which is killed when the trusted side says so or has ended."""
+def _wait_for(child: int, status: socket.socket, workdir: str, disk_bytes: int) -> int:
+    """Wait status of ``child``; it is killed when the trusted side says so or has ended, or when it fills the disk."""
     poll = select.poll()
     poll.register(status, select.POLLIN)
     wait_ms = 20
-    try:
+    with contextlib.suppress(OSError):  # an old kernel: look every 20 ms instead
         poll.register(os.pidfd_open(child), select.POLLIN)
-        wait_ms = 5000
-    except OSError:
-        pass  # an old kernel: look every 20 ms instead
+        wait_ms = 500
+    free = _free(workdir)
     while True:
         ready = poll.poll(wait_ms)
         pid, result = os.waitpid(child, os.WNOHANG)
         if pid:
             return result
-        if any(fd == status.fileno() for fd, _ in ready):
+        # walking the folder would disturb what is timed, so only when the whole disk has lost as much
+        full = free - _free(workdir) > disk_bytes // 2 and _used(workdir) > disk_bytes
+        if full:
+            _report(status, {"error": f"more than {disk_bytes >> 20} MiB on disk"})
+        if full or any(fd == status.fileno() for fd, _ in ready):
             _kill(child)
             return os.waitpid(child, 0)[1]
+
+
+def _free(folder: str) -> int:
+    try:
+        state = os.statvfs(folder)
+    except OSError:  # removed already: the end is near
+        return 0
+    return state.f_bfree * state.f_frsize
+
+
+def _used(folder: str) -> int:
+    """Bytes on disk below ``folder``; a tree of more than 200,000 entries counts as endless."""
+    used = entries = 0
+    for place, _, names in os.walk(folder):
+        entries += 1 + len(names)
+        if entries > 200_000:
+            return 1 << 62
+        for name in names:
+            with contextlib.suppress(OSError):
+                used += os.lstat(os.path.join(place, name)).st_blocks * 512
+    return used
 
 
 def _orphaned(alive: int) -> bool:

@@ -106,7 +106,7 @@ def enter_namespaces(plan: Plan, features: dict[str, str]) -> None:
                 with open(f"/proc/self/{name}", "w") as file:
                     file.write(text)
         except OSError as error:
-            features["user namespace"] = f"off: {error.strerror}"
+            features["user namespace"] = f"off: {error}"
         else:
             features["user namespace"] = "on"
         finally:
@@ -123,7 +123,7 @@ def _unshare(name: str, features: dict[str, str]) -> None:
         _check(_libc.unshare(NAMESPACES[name]), "unshare")
         features[f"{name} namespace"] = "on"
     except OSError as error:
-        features[f"{name} namespace"] = f"off: {error.strerror.split(': ')[-1]}"
+        features[f"{name} namespace"] = f"off: {os.strerror(error.errno or 0)}"
 
 
 def _loopback_up() -> None:
@@ -134,13 +134,13 @@ def _loopback_up() -> None:
 
 def arrange_mounts(plan: Plan, features: dict[str, str]) -> None:
     """Hide other people's folders, mount a /proc of this pid namespace, make the rest read-only. Needs no later help."""
-    names = ("private /tmp", "hidden folders", "private /proc", "read-only files")
     if "mount" in plan.namespaces:
         _unshare("mount", features)
     if features["mount namespace"] != "on":
         if plan.uid is not None:
             os.chmod(os.path.dirname(plan.workdir), 0o711)  # the child must reach its own folder by its real path
         reason = "off: no mount namespace" if "mount" in plan.namespaces else NOT_ASKED
+        names = ("private /tmp", "hidden folders", "private /proc", "read-only files")
         features.update(dict.fromkeys(names, reason))
         return
     _mount(None, "/", None, REC | PRIVATE)
@@ -163,14 +163,19 @@ def arrange_mounts(plan: Plan, features: dict[str, str]) -> None:
             if place.startswith(root + "/"):
                 os.makedirs(place, mode=0o755, exist_ok=True)
                 _mount(f"/proc/self/fd/{descriptor}", place, None, BIND | REC)
-    for name, found in problems.items():
-        features[name] = "off: " + "; ".join(found) if found else "on"
+    features.update({name: "off: " + "; ".join(found) if found else "on" for name, found in problems.items()})
     if not any(plan.workdir.startswith(root + "/") for root in plan.private):
         _mount(plan.workdir, plan.workdir, None, BIND | REC)  # so that it can stay writable
     for descriptor in set(targets.values()):
         os.close(descriptor)
     features["private /proc"] = _own_proc(features)
-    features["read-only files"] = _read_only([plan.workdir, *plan.private])
+    writable = [plan.workdir, *plan.private]
+    if plan.mode == "cuda":  # the driver does not start without writing below /proc/self
+        for part in ("sys", "sysrq-trigger", "irq", "bus", "fs"):
+            with contextlib.suppress(OSError):
+                _mount(f"/proc/{part}", f"/proc/{part}", None, BIND | REC)  # a mount of its own stays read-only
+        writable.append("/proc")
+    features["read-only files"] = _read_only(writable)
 
 
 def _roots(plan: Plan) -> list[str]:
@@ -179,8 +184,7 @@ def _roots(plan: Plan) -> list[str]:
         home = pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:
         home = "/"
-    found = {os.path.realpath(path) for path in (*PUBLIC, *HIDDEN, home, *plan.hide) if path and os.path.isdir(path)}
-    found.discard("/")
+    found = {os.path.realpath(path) for path in (*PUBLIC, *HIDDEN, home, *plan.hide) if os.path.isdir(path)} - {"/"}
     return sorted(path for path in found if not any(path.startswith(other + "/") for other in found))
 
 
@@ -194,9 +198,8 @@ def _keep_targets(plan: Plan) -> dict[str, int]:
         descriptor = os.open(real, os.O_PATH | os.O_DIRECTORY)
         for place in (os.path.abspath(path), real):
             found.setdefault(place, descriptor)
-    outer = sorted(found)  # a folder inside another kept one comes back with it
-    return {place: found[place] for place in outer
-            if place == plan.workdir or not any(place.startswith(other + "/") for other in outer)}
+    return {place: found[place] for place in sorted(found)  # a folder inside another kept one comes back with it
+            if place == plan.workdir or not any(place.startswith(other + "/") for other in found)}
 
 
 def _own_proc(features: dict[str, str]) -> str:
@@ -249,11 +252,9 @@ def _set_mount(path: str, at_flags: int, set_bits: int, clear_bits: int) -> None
 
 def lock_down(plan: Plan, features: dict[str, str]) -> None:
     """Take the remaining rights from the calling process, for good: limits, user id, capabilities, Landlock, seccomp."""
-    # cwd as given to the fork is outside the new mounts: a relative path must not lead back there
-    os.chdir(plan.workdir)
+    os.chdir(plan.workdir)  # the inherited one lies outside the new mounts
     features["user id"] = _may_drop(plan)
-    dropped = features["user id"] == "on"
-    if plan.uid is not None and not dropped:
+    if not (dropped := features["user id"] == "on") and plan.uid is not None:
         os.chown(plan.workdir, os.geteuid(), os.getegid())  # it was made for the id that cannot be taken
     features.update(_limits(plan, dropped))
     drop_capabilities(plan.uid if dropped else None)
@@ -269,7 +270,7 @@ def lock_down(plan: Plan, features: dict[str, str]) -> None:
 
 
 def _may_drop(plan: Plan) -> str:
-    """Whether ``plan.uid`` can be taken: modules that are imported later must still be readable for it."""
+    """Whether ``plan.uid`` can be taken: what is imported later must be readable for it."""
     if plan.uid is None:
         return NOT_ASKED if os.geteuid() == 0 else "off: not root, keeps the id of the trusted process"
     needed = [__file__, os.__file__, *(place for place in plan.keep if os.path.isdir(place)), plan.workdir]
@@ -294,9 +295,8 @@ def _may_drop(plan: Plan) -> str:
 def _limits(plan: Plan, dropped: bool) -> dict[str, str]:
     limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: MAX_FILE, resource.RLIMIT_NOFILE: MAX_FILES,
               resource.RLIMIT_NPROC: MAX_PROCESSES}
-    found = {"process limit": "on", "memory limit": "on"}
-    if os.geteuid() == 0 and not dropped:
-        found["process limit"] = "off: root is exempt from it"
+    exempt = os.geteuid() == 0 and not dropped
+    found = {"process limit": "off: root is exempt from it" if exempt else "on", "memory limit": "on"}
     if plan.mode == "cuda":
         found["memory limit"] = "off: by design, CUDA reserves large address ranges"
     else:

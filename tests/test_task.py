@@ -1,0 +1,192 @@
+"""Task folders: what is loaded, and that every mistake is told with its file and the way out."""
+
+import re
+
+import pytest
+import torch
+from conftest import KERNEL, TASK
+
+from kernelband.errors import UserError
+from kernelband.evaluate import verify
+from kernelband.evaluate.specs import describe, extent, shapes_only
+from kernelband.task import Case, Contract, Output, load
+
+
+def test_a_sound_task_loads_without_importing_its_kernel(task):
+    loaded = load(task(kernel="raise SystemExit\ndef scale(x, s): pass\n"))
+    assert loaded.task.name == "scale" and loaded.baseline.startswith("raise")
+    assert [c.name for c in loaded.task.with_role("timed")] == ["big"]
+
+
+def test_the_digest_follows_both_files(task):
+    one = load(task()).digest
+    assert load(task(kernel=KERNEL + "\n# more\n")).digest != one
+    assert load(task(task=TASK + "\n")).digest != one == load(task()).digest
+
+
+@pytest.mark.parametrize("change, told", [
+    (("task = Task(", "raise RuntimeError('no data')\ntask = Task("), r"task\.py \(line \d+\) raised RuntimeError.*no data"),
+    (("task = Task(", "thing = dict("), "exactly one"),
+    (('entry="scale"', 'entry="scael"'), "no function 'scael'.*did you mean 'scale'"),
+    (("def reference(x, s)", "def reference(x, factor)"), "same parameters"),
+    (('"timed", "float32"', '"held_out", "float32"'), "role 'timed'"),
+    (('"check", "float32"', '"chek", "float32"'), "did you mean 'check'"),
+    (('"big", "timed", "float32"', '"big", "timed", "float16"'), "not in the contract"),
+    (('Case("exact"', 'Case("odd"'), "must differ"),
+    (("1 << 24", "1 << 10"), "outside of the contract's range"),
+    (("contract=Contract(", "contract=Contract(direction='backward', "), "not supported yet"),
+    (("contract=Contract(", "contract=Contract(allow=('cuda',), "), "allow names 'cuda'"),
+    (('dtypes=("float32",)', 'dtypes=("float32", "fp16")'), "unknown dtype 'fp16'"),
+])
+def test_a_bad_task_file_is_told(task, change, told):
+    with pytest.raises(UserError, match=told) as caught:
+        load(task(task=TASK.replace(*change)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kernel, told", [
+    ("def scale(x, s:\n", "line 1"), ("x = 1\n", "no function at all"), ("def scale(x): pass\n", "same parameters"),
+])
+def test_a_bad_kernel_file_is_told(task, kernel, told):
+    with pytest.raises(UserError, match=told):
+        load(task(kernel=kernel))
+
+
+def test_missing_folders_and_files_are_told(task, tmp_path):
+    with pytest.raises(UserError, match="no such task"):
+        load(tmp_path / "nowhere")
+    folder = task()
+    (folder / "kernel.py").unlink()
+    with pytest.raises(UserError, match=r"kernel\.py is missing"):
+        load(folder)
+
+
+def test_an_output_that_is_not_mutated_is_told(task):
+    text = TASK.replace("contract=Contract(", "contract=Contract(outputs=(Output('x'),), ").replace(
+        "import Case,", "import Case, Output,")
+    with pytest.raises(UserError, match="not among mutates"):
+        load(task(task=text))
+
+
+def test_shapes_are_known_without_drawing_the_data(task):
+    loaded = load(task(task=TASK.replace("1 << 20", "1 << 23"))).task
+    spec = shapes_only(loaded, loaded.with_role("timed")[0])
+    assert spec.args == [
+        {"name": "x", "kind": "tensor", "shape": [1 << 23], "stride": [1], "dtype": "float32", "offset": 0},
+        {"name": "s", "kind": "scalar", "value": 2.0},
+    ]
+
+
+def test_strided_tensors_are_described_by_what_they_span():
+    base = torch.arange(24.0).reshape(4, 6)
+    view = base[:, ::2]
+    assert extent(view) == (3 * 6 + 2 * 2 + 1) * 4
+    specs, size = describe({"v": view, "flag": True, "nothing": None})
+    assert specs[0]["stride"] == [6, 2] and size == 256 and specs[1]["value"] is True
+    with pytest.raises(UserError, match="'o' is a object"):
+        describe({"o": object()})
+
+
+# -- the verdict ------------------------------------------------------------------------------------------------
+
+SAID = [{"written": True}]
+
+
+def truths(dtype="float16", rows=8, cols=1000, scale=1.0, reference=lambda x: torch.softmax(x, -1)):
+    from kernelband.task import Task
+
+    task = Task("t", "f", reference, lambda c, g: {"x": (torch.randn(rows, cols, generator=g) * scale).to(getattr(torch, dtype))},
+                (Case("c", "check", dtype),), Contract(dtypes=(dtype,)))
+    case = task.cases[0]
+    return task, verify.truth(task, case, verify.draw(task, case, 5, "drawn", "cpu"))
+
+
+def verdict(task, right, got):
+    return verify.judge(right, [got], SAID, task.contract)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_honest_work_passes_in_its_own_and_in_higher_precision(dtype):
+    task, right = truths(dtype)
+    assert verdict(task, right, right.honest[0]).ok
+    assert verdict(task, right, right.exact[0].to(right.honest[0].dtype)).ok
+
+
+def cheats(right):
+    honest = right.honest[0]
+    tail = honest.clone()
+    tail[..., -1] = 0
+    dropped = honest.clone()
+    dropped[-1] = dropped[0]
+    nan = honest.clone()
+    nan[0, 0] = float("nan")
+    return {"zeros": torch.zeros_like(honest), "mean": honest.mean(-1, keepdim=True).expand_as(honest).clone(),
+            "input": right.inputs["x"].clone(), "tail": tail, "row": dropped, "nan": nan, "all nan": honest * float("nan"),
+            "flipped": honest.flip(-1), "half as much": honest / 2, "one per cent more": honest * 1.01}
+
+
+@pytest.mark.parametrize("cheat", cheats(truths()[1]))
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_is_not_the_answer_fails(cheat, dtype):
+    task, right = truths(dtype)
+    told = verdict(task, right, cheats(right)[cheat])
+    assert not told.ok and told.kind == "wrong" and told.detail
+
+
+def test_a_precision_below_the_contract_fails():
+    task, right = truths("float32", 64, 64, reference=lambda x: x @ x.T)
+    x = right.inputs["x"]
+    assert not verdict(task, right, (x.half() @ x.half().T).float()).ok
+    assert not verdict(task, right, (x.bfloat16() @ x.bfloat16().T).float()).ok
+    assert verdict(task, right, (x.T.contiguous().T @ x.T)).ok
+
+
+def test_the_worst_element_is_named():
+    task, right = truths("float32", 4, 5, reference=lambda x: x * 2)
+    wrong = right.honest[0].clone()
+    wrong[2, 3] += 1
+    told = verdict(task, right, wrong).detail
+    assert "(2, 3)" in told and re.search(r"expected -?\d", told)
+
+
+def test_another_shape_or_dtype_is_told_as_such():
+    task, right = truths()
+    told = verify.judge(right, right.honest, [{"shape": [8], "dtype": "float64", "written": False}], task.contract)
+    assert not told.ok and "[8] float64" in told.detail
+    assert not verify.judge(right, right.honest, [], task.contract).ok
+
+
+def test_infinities_must_be_where_they_belong():
+    task, right = truths("float32", 4, 8, reference=lambda x: 1 / torch.where(x > 0, x, torch.zeros_like(x)))
+    assert torch.isinf(right.honest[0]).any() and verdict(task, right, right.honest[0]).ok
+    assert not verdict(task, right, torch.nan_to_num(right.honest[0])).ok
+    assert not verdict(task, right, -right.honest[0]).ok
+
+
+def test_exact_permutation_and_predicate_outputs():
+    x = torch.randn(3, 9)
+    right = verify.Truth({"x": x}, [x.double()], [x])
+    judge = lambda out, got: verify.judge(right, [got], SAID, Contract(outputs=(out,))).ok  # noqa: E731
+    assert judge(Output(compare="exact"), x.clone()) and not judge(Output(compare="exact"), x + 1e-6)
+    assert judge(Output(compare="permutation"), x.flip(-1)) and not judge(Output(compare="permutation"), x.flip(-1) * 2)
+    assert judge(Output(compare="predicate", predicate=lambda i, o: bool((o > 5).all())), x.abs() + 6)
+    assert not judge(Output(compare="predicate", predicate=lambda i, o: False), x)
+
+
+def test_a_reference_that_is_not_deterministic_or_raises_is_told(task):
+    noisy = load(task(task=TASK.replace("return x * s + 1", "return x * s + torch.rand_like(x)"))).task
+    case = noisy.cases[0]
+    with pytest.raises(UserError, match="not deterministic"):
+        verify.check_deterministic(noisy, case, verify.draw(noisy, case, 1, "drawn", "cpu"))
+    broken = load(task(task=TASK.replace("return x * s + 1", "return x.nothing"), name="b")).task
+    with pytest.raises(UserError, match="the reference raised AttributeError"):
+        verify.truth(broken, case, verify.draw(broken, case, 1, "drawn", "cpu"))
+
+
+@pytest.mark.parametrize("family", ["drawn", "offset", "spike"])
+def test_families_differ_and_secrets_do_too(family):
+    task, _ = truths()
+    case = task.cases[0]
+    one, two, again = (verify.draw(task, case, seed, family, "cpu")["x"] for seed in (1, 2, 1))
+    assert torch.equal(one, again) and not torch.equal(one, two)
+    assert family == "drawn" or not torch.equal(one, verify.draw(task, case, 1, "drawn", "cpu")["x"])
