@@ -26,11 +26,12 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import results
 from kernelband import device, journal
+from kernelband.evaluate.bench import Wrong
 from kernelband.evaluate.compile import Compiler, Target
 from kernelband.evaluate.measure import Ratio, combine_runs, mean_over_cases
 from kernelband.evaluate.specs import shapes_only
 from kernelband.evaluate.supervisor import Supervisor
-from kernelband.evaluate.zygote import Zygote
+from kernelband.evaluate.zygote import CandidateError, ChildDied, Zygote
 from kernelband.folder import RunFolder
 from kernelband.report.summary import lineage
 from kernelband.search import State, fold
@@ -73,24 +74,28 @@ def beside(loaded, folder: RunFolder, best: str, peaks) -> list[dict]:
     # Peers are the user's own trusted reference; torch.compile needs a compiler and its caches, so they are not boxed in.
     trusted = Zygote("cuda", namespaces=(), drop_uid=False)
     rows: dict[str, dict] = {}
+    failed: dict[str, str] = {}
     ratios: dict[tuple[str, str], list] = {}
     times: dict[tuple[str, str], list[float]] = {}
     for _ in range(2):
         for name, source in {"baseline": loaded.baseline, **peers_of(task)}.items():
             winner = supervisor.child_of(sources["winner"], caches["winner"])
-            if name == "baseline":
-                other = supervisor.child_of(source, caches["baseline"])
-            else:
-                other = trusted.spawn()
-                other.request("start", timeout_s=60)
-                other.request("load", timeout_s=300, source=source, entry=task.entry)
-            for child in (winner, other):
-                supervisor.bind_timed(child)
+            other = trusted.spawn() if name != "baseline" else supervisor.child_of(source, caches["baseline"])
             try:
+                if name != "baseline":
+                    other.request("start", timeout_s=60)
+                    other.request("load", timeout_s=300, source=source, entry=task.entry)
+                for child in (winner, other):
+                    supervisor.bind_timed(child)
                 for case, (told, us, own) in supervisor.race(other, winner, 8).items():
                     ratios.setdefault((case, name), []).append(told)
                     times.setdefault((case, name), []).append(us)
                     times.setdefault((case, "winner"), []).append(own)
+            except (CandidateError, ChildDied, Wrong) as err:
+                if name == "baseline":
+                    raise
+                failed[name] = f"{type(err).__name__}: {err}"[:500]
+                print(f"{task.name}: peer {name} failed: {failed[name]}", flush=True)
             finally:
                 winner.kill()
                 other.kill()
@@ -101,7 +106,10 @@ def beside(loaded, folder: RunFolder, best: str, peaks) -> list[dict]:
                      "roofline_us": round(device.roofline_us(peaks, moved, flops, case.dtype), 2),
                      "roofline_share": round(device.roofline_us(peaks, moved, flops, case.dtype) / own, 4),
                      "gbs": round(moved / own / 1e3, 1), "tflops": round(flops / own / 1e6, 2)}
+        row |= {f"failed_{name}": why for name, why in failed.items()}
         for name in ("baseline", *peers_of(task)):
+            if (case.name, name) not in ratios:
+                continue
             told = combine_runs(ratios[case.name, name])
             row[f"{name}_us"] = round(statistics.median(times[case.name, name]), 2)
             row[f"vs_{name}"] = [round(math.exp(v), 4) for v in (told.log, told.low, told.high)]
@@ -144,7 +152,7 @@ def main() -> None:
         made = beside(load(folder.task), folder, said["best"]["hash"], peaks)
         rows += made
         ratios = [r["vs_baseline"] for r in made]
-        best_peer = [min(r["eager_us"], r["torch.compile_us"]) / r["winner_us"] for r in made]
+        best_peer = [min(r[p] for p in ("eager_us", "torch.compile_us") if p in r) / r["winner_us"] for r in made]
         whole = mean_over_cases([_ratio(r) for r in ratios])
         logs.append(whole.log)
         peers += [math.log(v) for v in best_peer]

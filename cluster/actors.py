@@ -44,14 +44,15 @@ class RewriterActor:
 
 @remote(num_cpus=0, max_concurrency=1)
 class CompilerActor(_Warned):
-    def __init__(self, cache: str, entry: str, cases: list, target: Any, timeout_s: float):
+    def __init__(self, cache: str, entry: str, cases: list, target: Any, timeout_s: float, hide: str):
         super().__init__()
         from kernelband.evaluate.compile import Compiler
         from kernelband.evaluate.zygote import protect_this_process
 
         protect_this_process()
         self.entry, self.cases, self.target = entry, cases, target
-        self.compiler = Compiler(Path(cache), timeout_s=timeout_s, warn=self.texts.append)
+        self.compiler = Compiler(Path(cache), timeout_s=timeout_s, warn=self.texts.append,
+                                 hide=[hide])
 
     def compile(self, source: str) -> Any:
         return self.compiler.compile(source, self.entry, self.cases, self.target)
@@ -61,7 +62,7 @@ class CompilerActor(_Warned):
 class ModelActor(_Warned):
     """Judges without a GPU: the interpreter for correctness, the modelled device for latency."""
 
-    def __init__(self, task_folder: str, peaks: Any, timeout_s: float):
+    def __init__(self, task_folder: str, peaks: Any, timeout_s: float, hide: str):
         super().__init__()
         import torch
 
@@ -71,7 +72,8 @@ class ModelActor(_Warned):
 
         protect_this_process()
         torch.set_num_threads(1)
-        self.judge_ = ModelledJudge(load(task_folder).task, peaks, timeout_s=timeout_s, warn=self.texts.append)
+        self.judge_ = ModelledJudge(load(task_folder).task, peaks, timeout_s=timeout_s, hide=[hide],
+                                    warn=self.texts.append)
 
     def judge(self, source: str, facts: dict, held_out: bool) -> dict[str, Any]:
         return asdict(self.judge_.judge(source, facts, held_out))
@@ -81,14 +83,15 @@ class ModelActor(_Warned):
 class GpuActor(_Warned):
     """Owns one GPU: checks and times candidates there."""
 
-    def __init__(self, task_folder: str, peaks: Any, timeout_s: float):
+    def __init__(self, task_folder: str, peaks: Any, timeout_s: float, hide: str):
         super().__init__()
         from kernelband.evaluate.supervisor import Supervisor
         from kernelband.evaluate.zygote import protect_this_process
         from kernelband.task import load
 
         protect_this_process()
-        self.supervisor = Supervisor(load(task_folder).task, peaks, timeout_s=timeout_s, warn=self.texts.append)
+        self.supervisor = Supervisor(load(task_folder).task, peaks, timeout_s=timeout_s, hide=[hide],
+                                     warn=self.texts.append)
 
     def baseline(self, name: str, source: str, cache: str | None) -> dict[str, Any]:
         return asdict(self.supervisor.set_baseline(name, source, _path(cache)))

@@ -34,14 +34,15 @@ class Workshop:
         self.measured, self.label = device.measured, device.label
         roles = ("check", "timed", "held_out") if device.measured else ("timed",)
         cases = [shapes_only(task.task, c) for c in task.task.with_role(*roles)]  # type: ignore[arg-type]
+        hidden = str(folder.path.resolve())  # candidates see no file of the run: not the oracle, not each other
         self.rewriter = actors.RewriterActor.remote(seed, tried)
         self.writing = Batcher(self.rewriter, "write")
         self.compilers = Pool(lambda: actors.CompilerActor.remote(
-            str(folder.cache), task.task.entry, cases, target, compile_s), compilers)
+            str(folder.cache), task.task.entry, cases, target, compile_s, hidden), compilers)
         maker = actors.GpuActor if device.measured else actors.ModelActor
         self._baseline: tuple[str, str, str | None] | None = None
         self._base_us: dict[str, float] = {}
-        self.judges = Pool(lambda: maker.remote(str(folder.task), peaks, check_s), judges,
+        self.judges = Pool(lambda: maker.remote(str(folder.task), peaks, check_s, hidden), judges,
                            on_new=self._restore_baseline if device.measured else None)
 
     async def open(self) -> list[str]:

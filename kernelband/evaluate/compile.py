@@ -109,7 +109,9 @@ class Compiler:
     shared by any number of processes; nothing in it is ever changed in place, and old results are never removed.
     """
 
-    def __init__(self, cache_dir: Path, *, timeout_s: float = 120, warn: Callable[[str], None] = lambda text: None):
+    def __init__(self, cache_dir: Path, *, timeout_s: float = 120, hide: Sequence[str] = (),
+                 warn: Callable[[str], None] = lambda text: None):
+        self._hide = list(hide)
         self._store = Path(cache_dir)
         self._store.mkdir(parents=True, exist_ok=True)
         self._timeout_s = timeout_s
@@ -147,7 +149,7 @@ class Compiler:
 
     def _spawn(self) -> Child:
         if self._zygote is None:
-            self._zygote = Zygote("compile", warn=self._warn, hide=[str(self._store)])
+            self._zygote = Zygote("compile", warn=self._warn, hide=[str(self._store), *self._hide])
         return self._zygote.spawn()
 
     def _work(self, child: Child, source: str, entry: str, cases: Sequence[CaseLike], target: Target,

@@ -28,10 +28,10 @@ from kernelband.task import Case, Task
 class ModelledJudge:
     """Judges candidates of one task on a modelled device. Owns one interpreter zygote."""
 
-    def __init__(self, task: Task, peaks: Peaks, *, timeout_s: float = 60.0,
+    def __init__(self, task: Task, peaks: Peaks, *, timeout_s: float = 60.0, hide: Sequence[str] = (),
                  warn: Callable[[str], None] = lambda text: None):
         self.task, self.peaks, self.timeout_s = task, peaks, timeout_s
-        self.zygote = Zygote("interpret", warn=warn)
+        self.zygote = Zygote("interpret", warn=warn, hide=hide)
         self.specs = {c.name: shapes_only(task, c) for c in task.with_role("timed")}
         self.properties = {"multi_processor_count": peaks.sms, "name": f"modelled {peaks.name}"}
 

@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class Supervisor:
     Raises RunFailed if the GPU cannot be used, UserError if the oracle cannot.
     """
 
-    def __init__(self, task: Task, peaks: Peaks | None, *, timeout_s: float = 60.0,
+    def __init__(self, task: Task, peaks: Peaks | None, *, timeout_s: float = 60.0, hide: Sequence[str] = (),
                  warn: Callable[[str], None] = lambda text: None):
         self.task, self.peaks, self.warn, self.timeout_s = task, peaks, warn, timeout_s
         torch.cuda.init()
@@ -76,7 +76,7 @@ class Supervisor:
         self.gpu, self.l2 = properties.name, properties.L2_cache_size
         if peaks is None:
             warn(f"no datasheet peaks for {self.gpu}: results are not tested against the roofline")
-        self.zygote = Zygote("cuda", warn=warn)
+        self.zygote = Zygote("cuda", warn=warn, hide=hide)
         self.benches: dict[str, Bench] = {}
         self.sides: dict[str, Child] = {}
         self.logs: dict[str, float] = {}

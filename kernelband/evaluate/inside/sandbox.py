@@ -392,9 +392,9 @@ def remove_tree(path: str) -> None:
                     else:
                         os.unlink(inner.path)
                 os.rmdir(entry.path)
-            except FileExistsError:
-                continue  # the name was taken: the next number is free
+            except (FileExistsError, FileNotFoundError):
+                continue  # the name was taken: the next number is free; or somebody else removes the same folder
             except OSError:
                 failed.add(entry.name)
-    if not failed:
+    with contextlib.suppress(OSError):
         os.rmdir(top)

@@ -78,8 +78,9 @@ def normal_form(source: str) -> str:
     try:
         tree = ast.parse(source)
         for node in ast.walk(tree):
-            documented = isinstance(node, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-            if documented and ast.get_docstring(node, clean=False) is not None:
+            if not isinstance(node, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                continue
+            if ast.get_docstring(node, clean=False) is not None:
                 node.body = node.body[1:] or [ast.Pass()]
         return ast.unparse(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

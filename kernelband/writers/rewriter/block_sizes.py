@@ -164,7 +164,8 @@ def _joint(group: list[Tile]) -> list[dict[Knob, float]]:
         plans += [{first: 2, second: 0.5}, {first: 0.5, second: 2}, {first: 0.5, second: 0.5}]
     else:
         for first, second in pairwise(knobs):
-            plans += [{first: 2, second: 2}, {first: 2, second: 0.5}, {first: 0.5, second: 2}, {first: 0.5, second: 0.5}]
+            for one, other in ((2.0, 2.0), (2.0, 0.5), (0.5, 2.0), (0.5, 0.5)):
+                plans.append({first: one, second: other})
     return plans
 
 

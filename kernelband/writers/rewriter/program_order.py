@@ -31,10 +31,10 @@ _REGROUPS = (8, 4, 16, 1)
 
 @dataclass(frozen=True)
 class Ids:
-    """Two program ids of a kernel. Programs are launched with `fast` running fastest.
+    """Two program ids of a kernel, and what to write to regroup them (source text).
 
-    `linear` is the launch order, `slow_count` and `fast_count` the size of the grid, all as source text.
-    `grouped` is the id that stays within a group, `other` the one that runs over its whole range in each group.
+    `grouped` is the id that stays within a group while `other` runs over its whole range; the counts are the sizes of
+    the grid along both. `linear` is a program's place in launch order. `guard` limits the change to whole rows.
     """
 
     grouped: str
@@ -54,11 +54,10 @@ def apply(source: Source) -> tuple[list[Child], list[str]]:
         sizes = _group_sizes(source, kernel)
         if sizes:
             for name, knob in sizes:
-                children += [
-                    (f"{name} {knob.value} -> {size} in {kernel.name}", source.edit({knob.node: cst.Integer(str(size))}))
-                    for size in _REGROUPS
-                    if size != knob.value
-                ]
+                for size in _REGROUPS:
+                    if size != knob.value:
+                        child = source.edit({knob.node: cst.Integer(str(size))})
+                        children.append((f"{name} {knob.value} -> {size} in {kernel.name}", child))
             continue
         ids = _ids(source, kernel)
         if isinstance(ids, str):
@@ -96,11 +95,11 @@ def _ids(source: Source, kernel: Kernel) -> Ids | str:
     if fast is None or slow is None:
         return "the two program ids are not each assigned once to a name"
     lines = _top_lines(kernel)
-    places = [next((i for i, line in enumerate(lines) if _holds(line, local[name][0].node)), None) for name in (fast, slow)]
-    if places[0] is None or places[1] is None:
+    at = {name: [i for i, line in enumerate(lines) if _holds(line, local[name][0].node)] for name in (fast, slow)}
+    if not at[fast] or not at[slow]:
         return "the program ids are assigned under a condition"
-    first, last = min(places[0], places[1]), max(places[0], places[1])
-    early = fast if places[0] < places[1] else slow
+    early, late = (fast, slow) if at[fast] < at[slow] else (slow, fast)
+    first, last = at[early][0], at[late][0]
     if any(early in names_in(line) for line in lines[first + 1 : last + 1]):
         return f"{early} is used before both program ids are known"
     if not _pays(source, kernel, fast, slow):
@@ -159,7 +158,8 @@ def _lines(source: Source, kernel: Kernel, ids: Ids, size: int) -> list[cst.Base
     """The statements that recompute the two ids, group by group."""
     fresh = source.fresh
     group, rows, columns = fresh("GROUP_ROWS"), fresh("group_rows_total"), fresh("group_columns")
-    linear, width, first, height = fresh("linear_pid"), fresh("group_width"), fresh("group_first"), fresh("group_height")
+    linear, width = fresh("linear_pid"), fresh("group_width")
+    first, height = fresh("group_first"), fresh("group_height")
     head = [
         f"{group}: tl.constexpr = {size}",
         f"{rows} = {ids.grouped_count}",

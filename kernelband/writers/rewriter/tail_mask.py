@@ -258,7 +258,7 @@ def _fold(scope: LoopScope, wanted: Terms, node: cst.CSTNode) -> cst.BaseExpress
         return None if value is not None and _fold(scope, wanted, value) is None else node
     if isinstance(node, cst.Subscript):
         axes = all(
-            isinstance(part.slice, cst.Slice) or (isinstance(part.slice, cst.Index) and normal(part.slice.value) == "None")
+            normal(part.slice.value) == "None" if isinstance(part.slice, cst.Index) else code(part.slice).strip() == ":"
             for part in node.slice
         )
         return None if axes and _fold(scope, wanted, node.value) is None else node
@@ -306,7 +306,8 @@ def _split(source: Source, loop: Loop, main: Main, number: int) -> dict[cst.CSTN
     else:
         start = _in_brackets(loop.start)
         text = f"{full} = {start} + max({bound} - {start}, 0) // {step} * {step}"
-    line = cst.parse_statement(text, source.module.config_for_parsing).with_changes(leading_lines=loop.node.leading_lines)
+    line = cst.parse_statement(text, source.module.config_for_parsing)
+    line = line.with_changes(leading_lines=loop.node.leading_lines)
     call = loop.node.iter
     assert isinstance(call, cst.Call)
     name = cst.Name(full)
@@ -348,4 +349,6 @@ def _in_brackets(node: cst.BaseExpression) -> str:
     return text if isinstance(node, (cst.Name, cst.Integer, cst.Call, cst.Attribute)) else f"({text})"
 
 
-RULE = Rule("tail_mask", "vectorization", "a loop over blocks whose loads or stores are masked by the loop's bound", apply)
+RULE = Rule(
+    "tail_mask", "vectorization", "a loop over blocks whose loads or stores are masked by the loop's bound", apply
+)
