@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +35,9 @@ from kernelband.folder import RunFolder
 from kernelband.report.summary import lineage
 from kernelband.search import State, fold
 from kernelband.task import load
+
+FRESH = 3
+"""Fresh process pairs for each peer."""
 
 COMPILED = "import os\nos.environ['TORCHINDUCTOR_COMPILE_THREADS'] = '1'\n"
 
@@ -60,7 +62,7 @@ def peers_of(task) -> dict[str, str]:
 
 
 def beside(loaded, folder: RunFolder, best: str, peaks) -> list[dict]:
-    """Winner against baseline and peers, per case, in two fresh process pairs each."""
+    """Winner against baseline and peers, per case, in fresh process pairs."""
     task = loaded.task
     supervisor = Supervisor(task, peaks, timeout_s=300, warn=print)
     target = Target("cuda", peaks.arch, 32, peaks.max_shared_bytes, {"multi_processor_count": peaks.sms, "name": supervisor.gpu})
@@ -77,7 +79,7 @@ def beside(loaded, folder: RunFolder, best: str, peaks) -> list[dict]:
     failed: dict[str, str] = {}
     ratios: dict[tuple[str, str], list] = {}
     times: dict[tuple[str, str], list[float]] = {}
-    for _ in range(2):
+    for _ in range(FRESH):
         for name, source in {"baseline": loaded.baseline, **peers_of(task)}.items():
             winner = supervisor.child_of(sources["winner"], caches["winner"])
             other = trusted.spawn() if name != "baseline" else supervisor.child_of(source, caches["baseline"])
@@ -127,6 +129,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["softmax", "matmul_bias_gelu"])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "examples")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "examples.json")
+    parser.add_argument("--merge", action="store_true", help="keep the other tasks of an existing result file")
     asked = parser.parse_args()
     found = device.gpus()
     if not found:
@@ -134,16 +137,19 @@ def main() -> None:
     peaks = device.peaks_of(found[0])
     if peaks is None:
         raise SystemExit(f"no peaks are known for {found[0]}; add them to kernelband/device.py")
-    rows, winners, logs, peers = [], [], [], []
+    rows: list[dict] = []
+    winners: list[dict] = []
+    if asked.merge and asked.out.exists():
+        before = json.loads(asked.out.read_text())
+        rows = [r for r in before["rows"] if r["task"] not in asked.tasks]
+        winners = [w for w in before["tasks"] if w["task"] not in asked.tasks]
     for name in asked.tasks:
-        started = time.monotonic()
         path = asked.runs / name
         if (path / journal.NAME).exists():
             said = command("resume", str(path))
         else:
             said = command("optimize", str(ROOT / "examples" / name), "--device", "cuda", "--pulls", str(asked.pulls), "--seed",
                            str(asked.seed), "--out", str(path))
-        searched = time.monotonic() - started
         cold = command("verify", str(path))
         print(name, said["best"], cold, flush=True)
         folder, state = RunFolder(path), State()
@@ -152,23 +158,24 @@ def main() -> None:
         made = beside(load(folder.task), folder, said["best"]["hash"], peaks)
         rows += made
         ratios = [r["vs_baseline"] for r in made]
-        best_peer = [min(r[p] for p in ("eager_us", "torch.compile_us") if p in r) / r["winner_us"] for r in made]
         whole = mean_over_cases([_ratio(r) for r in ratios])
-        logs.append(whole.log)
-        peers += [math.log(v) for v in best_peer]
-        winners.append({"task": name, "run": said, "cold": cold, "seconds_search": round(searched, 1),
+        winners.append({"task": name, "run": said, "cold": cold, "seconds_search": said["seconds"],
                         "speedup": round(math.exp(whole.log), 4), "low": round(math.exp(whole.low), 4),
                         "high": round(math.exp(whole.high), 4), "fell": sum(not r.ok for r in state.revised.values()),
-                        "lineage": lineage(state, said["best"]["hash"])})
+                        "lineage": lineage(state, said["best"]["hash"]), "commit": results.commit()})
         print(json.dumps(winners[-1]), *map(json.dumps, made), sep="\n", flush=True)
         summary = {
-            "geomean_speedup": round(math.exp(statistics.fmean(logs)), 4),
-            "worst_speedup": round(math.exp(min(logs)), 4),
+            "geomean_speedup": round(math.exp(statistics.fmean(math.log(w["speedup"]) for w in winners)), 4),
+            "worst_speedup": min(w["speedup"] for w in winners),
             "improved": sum(w["low"] > 1.05 for w in winners),
-            "geomean_vs_best_peer": round(math.exp(statistics.fmean(peers)), 4),
+            "geomean_vs_best_peer": round(math.exp(statistics.fmean(map(_log_vs_peer, rows))), 4),
             "tasks": len(winners),
         }
         results.write(asked.out, "examples", found[0], True, rows, summary, tasks=winners, baseline="examples/*/kernel.py")
+
+
+def _log_vs_peer(row: dict) -> float:
+    return math.log(min(row[p] for p in ("eager_us", "torch.compile_us") if p in row) / row["winner_us"])
 
 
 def _ratio(values: list[float]) -> Ratio:

@@ -79,7 +79,7 @@ def table(state: State) -> Table:
         view.add_column(head, justify=side)  # type: ignore[arg-type]
     name = best_of(state)
     result = state.result_of(name) if name else None
-    for case, base in state.baseline.result.times.items():
+    for case, base in sorted(state.baseline.result.times.items()):
         if result and case in result.times:
             own = result.times[case]
             view.add_row(case, f"{base.us:.1f}", f"{own.us:.1f}", f"{base.us / own.us:.2f}")
@@ -95,7 +95,7 @@ def header(state: State, name: str) -> str:
     result = state.result_of(name)
     if result:
         lines += [f"  {case}: {t.us:.1f} us a call ({'measured' if state.start.measured else 'modelled'})"
-                  for case, t in result.times.items()]
+                  for case, t in sorted(result.times.items())]
     lines += [f"  {step}" for step in lineage(state, name)]
     lines += ["Versions: " + ", ".join(f"{k} {v}" for k, v in sorted(state.start.versions.items())) + "."]
     return "".join(f"# {line}\n" for line in lines)
