@@ -1,13 +1,13 @@
-"""Candidates: versions of the source, addressed by content, and where each came from.
+"""Candidates: versions of the source, addressed by content.
 
-Owns the hash and the normal form by which two sources count as the same. Never runs a source.
+Owns the hash and the normal form by which two sources count as the same. Never runs a source. Where a candidate came
+from (parent, strategy, writer) is what the journal says of the pull that made it.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
-from dataclasses import dataclass
 
 
 def content_hash(source: str) -> str:
@@ -15,37 +15,23 @@ def content_hash(source: str) -> str:
     return hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-class _DropDocstrings(ast.NodeTransformer):
-    def _strip(self, node):
-        self.generic_visit(node)
-        body = node.body
-        if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) and isinstance(
-                body[0].value.value, str):
-            node.body = body[1:] or [ast.Pass()]
-        return node
-
-    visit_Module = visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _strip
-
-
 def normal_form(source: str) -> str:
-    """The source without comments, doc-strings and formatting; a source that does not parse is its own normal form."""
+    """The source without comments, doc-strings and formatting: equal forms mean equal programs.
+
+    Text that Python cannot parse has no such form; it is returned without the white space around it, so that two
+    broken sources still compare.
+    """
     try:
-        return ast.unparse(_DropDocstrings().visit(ast.parse(source)))
+        tree = ast.parse(source)
+        for node in ast.walk(tree):
+            if (isinstance(node, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+                    and ast.get_docstring(node, clean=False) is not None):
+                node.body = node.body[1:] or [ast.Pass()]
+        return ast.unparse(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return source
+        return source.strip()
 
 
 def identity(source: str) -> str:
     """Hash of the normal form: equal for sources that differ in comments and formatting only."""
     return content_hash(normal_form(source))
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a candidate came from; the baseline has none of it."""
-
-    parent: str
-    strategy: str
-    writer: str
-    family: str = ""
-    description: str = ""

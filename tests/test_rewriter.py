@@ -29,7 +29,8 @@ from rewriter_cases import (
     SOFTMAX,
 )
 
-from kernelband.writers.rewriter import FAMILIES, Move, moves, normal_form, reasons
+from kernelband.candidate import normal_form
+from kernelband.writers.rewriter import FAMILIES, Move, moves, reasons
 
 
 def descriptions(source: str, family: str) -> list[str]:
@@ -135,7 +136,11 @@ def test_tile_sizes_change_alone_and_for_products_jointly():
     assert "BLOCK_K 32 -> 64 in matmul_bias_gelu_kernel" in found
     assert "BLOCK_M 64 -> 128, BLOCK_N 64 -> 128 in matmul_bias_gelu_kernel" in found
     assert "BLOCK_M 64 -> 128, BLOCK_N 64 -> 256, BLOCK_K 32 -> 64 in matmul_bias_gelu_kernel" in found
-    assert not any(f"-> {size}" in text for text in found for size in (8, 1024))
+    assert not any(f"-> {size}" in text for text in found for size in (8, 512, 1024))
+    one_for_both = MATMUL.replace("BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N", "BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_M")
+    found = descriptions(one_for_both, "block_sizes")
+    assert "BLOCK_M/BLOCK_N 64 -> 128 in matmul_bias_gelu_kernel" in found
+    assert not any("BLOCK_M/BLOCK_N 64 -> 256" in text for text in found)  # a block of 256 x 256 does not fit
 
 
 def test_a_tuple_assignment_is_changed_in_place():

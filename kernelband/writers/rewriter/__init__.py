@@ -1,6 +1,6 @@
 """The built-in rewriter: a writer that needs no LLM, no key and no network.
 
-Owns: the list of rule families and the public functions `moves`, `reasons` and `normal_form`. Each family is a rule
+Owns: the list of rule families and the public functions `moves` and `reasons`. Each family is a rule
 over the syntax tree, tied to one strategy; each child differs from its parent in one thing that a line can describe.
 It never imports or runs a source, never changes a public signature, and never judges a child: the evaluator does.
 The analysis that the rules share is in `kernels.py`; each rule is in a file of its own.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from kernelband.candidate import normal_form
 from kernelband.writers.rewriter import block_sizes, launch_params, program_order, tail_mask
 from kernelband.writers.rewriter.kernels import Source
 
@@ -67,24 +68,6 @@ def reasons(source: str) -> dict[str, str]:
         if not children:
             found[rule.name] = "; ".join(dict.fromkeys(words)) or f"needs {rule.precondition}"
     return found
-
-
-def normal_form(source: str) -> str:
-    """The source without comments, doc-strings and formatting: equal forms mean equal programs.
-
-    Text that Python cannot parse has no such form; it is returned without the white space around it, so that two
-    broken sources still compare.
-    """
-    try:
-        tree = ast.parse(source)
-        for node in ast.walk(tree):
-            if not isinstance(node, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                continue
-            if ast.get_docstring(node, clean=False) is not None:
-                node.body = node.body[1:] or [ast.Pass()]
-        return ast.unparse(tree)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return source.strip()
 
 
 def _parse(source: str) -> Source | str:

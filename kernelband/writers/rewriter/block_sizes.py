@@ -18,7 +18,8 @@ from kernelband.writers.rewriter.rule import Child, Rule
 from kernelband.writers.rewriter.tiles import Role, has_dot, roles
 
 _SINGLE = (2.0, 0.5, 4.0, 0.25, 8.0)
-_SMALLEST, _SMALLEST_DOT, _LARGEST = 8, 16, 1 << 16
+_SMALLEST, _SMALLEST_DOT = 8, 16
+_LARGEST, _LARGEST_DOT = 1 << 16, 256
 # Elements of one block: beyond this the registers of an SM cannot hold it, with tl.dot's accumulator in float32.
 _MOST_ELEMENTS, _MOST_DOT_ELEMENTS = 1 << 17, 1 << 15
 
@@ -175,7 +176,8 @@ def _propose(source: Source, tiles: list[Tile], factors: dict[Knob, float], chil
     changes: dict[cst.CSTNode, cst.CSTNode] = {}
     for tile in changed:
         size = tile.knob.value * factors[tile.knob]
-        if size != int(size) or not (_SMALLEST_DOT if tile.dot else _SMALLEST) <= size <= _LARGEST:
+        low, high = (_SMALLEST_DOT, _LARGEST_DOT) if tile.dot else (_SMALLEST, _LARGEST)
+        if size != int(size) or not low <= size <= high:
             return
         literal = cst.Integer(str(int(size)))
         for node in (tile.knob.node, *tile.grid_literals):
@@ -183,8 +185,15 @@ def _propose(source: Source, tiles: list[Tile], factors: dict[Knob, float], chil
                 return
             changes[node] = literal
     for where in {name for tile in changed for name in tile.kernels}:
+        # One literal may feed several tiles of a launch, and each spans an axis of its own.
         sizes = sorted(
-            (int(tile.knob.value * factors.get(tile.knob, 1)) for tile in tiles if where in tile.kernels), reverse=True
+            (
+                int(tile.knob.value * factors.get(tile.knob, 1))
+                for tile in tiles
+                for launch, _, _ in tile.places
+                if launch.where == where
+            ),
+            reverse=True,
         )
         dot = any(tile.dot for tile in tiles if where in tile.kernels)
         grows = any(factor > 1 for factor in factors.values())
