@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -104,7 +105,8 @@ def examples_svg(runs: list[tuple[str, list]]) -> str:
                 parts.append(f'<text x="{x(pull)}" y="{y(0) - 3}" text-anchor="middle" fill="{WRONG}">×</text>')
             else:
                 parts.append(f'<circle cx="{x(pull)}" cy="{y(told)}" r="3" fill="{RIGHT}"/>')
-        line = " ".join(f"{x(p)},{y(b)}" for p, _, b in points)
+        steps = [(0, 1.0)] + [(p, b) for p, _, b in points]
+        line = " ".join(f"{x(p)},{y(before)} {x(p)},{y(b)}" for (_, before), (p, b) in itertools.pairwise(steps))
         parts.append(f'<polyline points="{line}" fill="none" stroke="{BEST}" stroke-width="2"/>')
         parts.append(f'<text x="{x0 + w}" y="{height + 8}" text-anchor="end">pulls, as they arrived</text>')
     parts.append(f'<text x="{left}" y="{height + 22}" fill="#57606a">H200, measured: dots are single pulls while searching '

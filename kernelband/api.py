@@ -88,10 +88,7 @@ def optimize(task_folder: str | Path, config: Config, out: Path | None = None, *
             log.append(started, time.time())
             state = fold(State(), started)
             return _drive(folder, task, where, config, log, state, 0.0, quiet, console)
-    except UserError:
-        folder.remove()
-        raise
-    except RunFailed:
+    except BaseException:
         if not _worth_keeping(folder):
             folder.remove()
         raise

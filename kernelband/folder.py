@@ -20,7 +20,10 @@ from kernelband.task import LoadedTask
 
 @dataclass(frozen=True)
 class RunFolder:
+    """made: whether `create` made the folder itself (and may take it away again)."""
+
     path: Path
+    made: bool = False
 
     @property
     def task(self) -> Path:
@@ -43,7 +46,7 @@ class RunFolder:
                             f"folder with --out.")
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UserError(f"{path} exists and is not an empty folder; choose another with --out.")
-        folder = cls(path)
+        folder = cls(path, not path.exists())
         try:
             for part in (path / "sources", folder.task, folder.cache):
                 part.mkdir(parents=True, exist_ok=True)
@@ -56,8 +59,13 @@ class RunFolder:
         return folder
 
     def remove(self) -> None:
-        """Take the folder away again: for input that turned out bad before the search began."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Take away what `create` made: for input that turned out bad before the search began."""
+        if self.made:
+            shutil.rmtree(self.path, ignore_errors=True)
+            return
+        for part in ("sources", "proof", "cache"):
+            shutil.rmtree(self.path / part, ignore_errors=True)
+        (self.path / JOURNAL).unlink(missing_ok=True)
 
     def save_source(self, source: str) -> str:
         """Store a source under its hash; returns the hash. Raises RunFailed when the disk is full."""

@@ -15,7 +15,7 @@ from policies import posterior, pruning, sharing
 from policies.draws import Table, generator
 from policies.posterior import Array
 
-NOTHING_LEARNT = frozenset({"infra", "not_applicable", "unchanged", "duplicate"})
+NOTHING_LEARNT = frozenset({"infra", "not_applicable"})
 """Outcomes that say nothing about whether the strategy works here."""
 
 SEEN_BEFORE = 0.6
@@ -54,20 +54,40 @@ class KernelBand(Table):
         return np.array([view.parents[a.parent].log_speedup - top for a in view.arms])
 
     def _believe(self, view: View) -> tuple[posterior.Posterior, Array]:
-        arms, told = view.arms, self.told()
-        settled = [r for r in told if r.kind is not None and r.kind not in NOTHING_LEARNT]
-        waiting = [r for r in told if r.kind is None]
-        stale = [r for r in told if r.kind in ("duplicate", "unchanged")]
-        right = np.array([float(r.kind == "measured" and r.gain is not None) for r in settled])
-        gain = np.array([r.gain or 0.0 for r in settled])
-        noise = np.array([r.sd for r in settled])
-        post = posterior.update(
-            [posterior.PRIORS.get(a.strategy, posterior.DEFAULT) for a in arms],
-            sharing.weights(view, arms, settled), right, gain, noise,
-            sharing.weights(view, arms, waiting).sum(axis=1),
-        )
-        prune = np.array([pruning.weigh(view.parents[a.parent], a.strategy)[0] for a in arms])
-        for i, arm in enumerate(arms):
-            again = sum(1 for r in stale if (r.parent, r.strategy, r.writer) == (arm.parent, arm.strategy, arm.writer))
-            prune[i] *= SEEN_BEFORE**again
+        """The posterior of every arm, and its pruning weight.
+
+        Evidence is summed by (parent, strategy, writer) first and then spread over similar parents, so the cost grows with
+        the square of the parents and not with arms times pulls.
+        """
+        places = {name: i for i, name in enumerate(view.parents)}
+        alike = sharing.similarity([p.features for p in view.parents.values()])
+        seen = {(a.strategy, a.writer): np.zeros((5, len(places))) for a in view.arms}
+        again: dict[tuple[str, str, str], int] = {}
+        for r in self.told():
+            counts = seen.get((r.strategy, r.writer))
+            if counts is None or r.parent not in places:
+                continue
+            at = places[r.parent]
+            if r.kind is None:
+                counts[4, at] += 1
+            elif r.kind in ("duplicate", "unchanged"):
+                again[r.parent, r.strategy, r.writer] = again.get((r.parent, r.strategy, r.writer), 0) + 1
+            elif r.kind in NOTHING_LEARNT:
+                continue
+            elif r.gain is None:
+                counts[1, at] += 1
+            else:
+                clean = posterior.cleanness(_prior(r.strategy), r.sd)
+                counts[:4, at] += (1, 0, clean, clean * r.gain)
+        shared = {key: counts @ alike for key, counts in seen.items()}
+        rows = np.array([shared[a.strategy, a.writer][:, places[a.parent]] for a in view.arms])
+        post = posterior.update([_prior(a.strategy) for a in view.arms], *rows.T)
+        prune = np.array([
+            pruning.weigh(view.parents[a.parent], a.strategy)[0]
+            * SEEN_BEFORE ** again.get((a.parent, a.strategy, a.writer), 0) for a in view.arms
+        ])
         return post, prune
+
+
+def _prior(strategy: str) -> posterior.Prior:
+    return posterior.PRIORS.get(strategy, posterior.DEFAULT)

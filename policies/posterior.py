@@ -52,25 +52,27 @@ class Posterior:
     spread: Array
 
 
-def update(prior: list[Prior], weight: Array, right: Array, gain: Array, noise: Array, pending: Array) -> Posterior:
-    """Posterior of each arm.
+def update(prior: list[Prior], right: Array, broken: Array, clean: Array, gain: Array, pending: Array) -> Posterior:
+    """Posterior of each arm; every array has shape (arms,), and counts are fractional.
 
-    prior: one an arm. weight: (arms, pulls) in [0, 1], how much a settled pull says about an arm. right: (pulls,) 1 for
-    a right child. gain, noise: (pulls,) log gain of right children and the s.d. of its measurement (0 elsewhere).
-    pending: (arms,) weighted number of pulls in flight: each widens nothing and counts as one more look at the mean
-    (the "believer" heuristic of batch Bayesian optimisation, Ginsbourger et al. 2010), so that an arm is not
-    pulled over and over before its first outcome.
+    prior: one an arm. right, broken: settled pulls that gave a right child, and that did not. clean: right pulls, each
+    weighted by `cleanness`. gain: sum of their log gains, with the same weights. pending: pulls in flight; each
+    counts as half a failure and as one more look at the mean (the "believer" heuristic of batch Bayesian optimisation,
+    Ginsbourger et al. 2010), so that an arm is not pulled over and over before its first outcome.
     """
-    a = np.array([p.right for p in prior]) + weight @ right
-    b = np.array([p.broken for p in prior]) + weight @ (1.0 - right) + 0.5 * pending
     spread = np.array([p.spread for p in prior])
     worth = np.array([p.worth for p in prior])
-    # A noisy measurement is worth less than a clean one, in the ratio of their variances.
-    clean = weight * right * (spread[:, None] ** 2 / (spread[:, None] ** 2 + noise[None, :] ** 2))
-    total = worth + clean.sum(axis=1)
-    mean = (worth * np.array([p.gain for p in prior]) + clean @ gain) / total
-    looks = total + pending
-    return Posterior(a, b, mean, spread / np.sqrt(looks), spread)
+    mean = (worth * np.array([p.gain for p in prior]) + gain) / (worth + clean)
+    return Posterior(
+        a=np.array([p.right for p in prior]) + right,
+        b=np.array([p.broken for p in prior]) + broken + 0.5 * pending,
+        mean=mean, se=spread / np.sqrt(worth + clean + pending), spread=spread,
+    )
+
+
+def cleanness(prior: Prior, noise: float) -> float:
+    """What a measured gain is worth beside one without noise (s.d. of its log): the ratio of their variances."""
+    return prior.spread**2 / (prior.spread**2 + noise**2)
 
 
 def expected_improvement(headstart: Array, mean: Array, spread: Array) -> Array:

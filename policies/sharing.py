@@ -1,7 +1,7 @@
 """Sharing evidence between parents that behave alike, by similarity and never by a cluster's label.
 
-First form: a Gaussian kernel over the behaviour features, of fixed length scale, between the parent of an arm and the
-parent of each settled pull with the same strategy and writer.
+First form: a Gaussian kernel of fixed length scale over the behaviour features of parents. What was seen at one parent counts,
+for the same strategy and writer, at every other parent in proportion to their similarity.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kernelband.search import Arm, Record, View
 from policies.posterior import Array
 
 LENGTH = 0.8
@@ -20,25 +19,14 @@ ELSEWHERE = 0.7
 """What the closest possible other parent's evidence is worth: two different sources are never the same kernel."""
 
 
-def similarity(left: Sequence[float], right: Sequence[float]) -> float:
-    """Between 0 and 1; 1 for equal features, symmetric, falls with Euclidean distance."""
-    distance = float(np.sum((np.asarray(left) - np.asarray(right)) ** 2))
-    return float(np.exp(-distance / (2 * LENGTH**2)))
+def similarity(features: Sequence[Sequence[float]]) -> Array:
+    """(parents, parents), each in [0, 1]: 1 on the diagonal, symmetric, falling with Euclidean distance.
 
-
-def weights(view: View, arms: Sequence[Arm], records: Sequence[Record]) -> Array:
-    """(arms, records): how much each record says about each arm."""
-    table = np.zeros((len(arms), len(records)))
-    cache: dict[tuple[str, str], float] = {}
-    for i, arm in enumerate(arms):
-        for j, record in enumerate(records):
-            if record.strategy != arm.strategy or record.writer != arm.writer:
-                continue
-            if record.parent == arm.parent:
-                table[i, j] = 1.0
-            elif record.parent in view.parents:
-                key = (arm.parent, record.parent)
-                if key not in cache:
-                    cache[key] = ELSEWHERE * similarity(view.parents[key[0]].features, view.parents[key[1]].features)
-                table[i, j] = cache[key]
+    features: (parents, dimensions).
+    """
+    points = np.asarray(features, dtype=float)
+    square = (points**2).sum(axis=1)
+    distance = np.maximum(0.0, square[:, None] + square[None, :] - 2 * points @ points.T)
+    table = ELSEWHERE * np.exp(-distance / (2 * LENGTH**2))
+    np.fill_diagonal(table, 1.0)
     return table
