@@ -85,7 +85,10 @@ def optimize(task_folder: str | Path, config: Config, out: Path | None = None, *
             writers=["rewriter"], config=config.model_dump(mode="json"), versions=versions(),
         )
         with journal.Journal(folder.path) as log:
-            log.append(started, time.time())
+            try:
+                log.append(started, time.time())
+            except RunFailed as err:
+                raise UserError(f"run folder {folder.path} cannot be written: {err}") from None
             state = fold(State(), started)
             return _drive(folder, task, where, config, log, state, 0.0, quiet, console)
     except BaseException:

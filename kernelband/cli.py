@@ -62,6 +62,7 @@ def optimize(
     config: Annotated[Path | None, typer.Option(help="YAML file with settings")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="one setting, such as workers.judges=2")] = None,
     out_: Annotated[Path | None, typer.Option("--out", help="run folder (runs/TASK-TIME)")] = None,
+    address: Annotated[str | None, typer.Option(help="a running Ray cluster (RAY_ADDRESS, else a Ray of our own)")] = None,
     as_json: Json = False,
 ) -> None:
     """Search for a faster version of a task's kernel."""
@@ -69,7 +70,7 @@ def optimize(
     from kernelband.config import load
 
     settings = load(config, set_ or [], {"device": device, "budget.pulls": pulls, "budget.seconds": seconds,
-                                         "policy": policy, "seed": seed})
+                                         "policy": policy, "seed": seed, "address": address})
     run = api.optimize(task, settings, out_, quiet=as_json, console=err)
     _print_run(run, as_json)
     if run.interrupted:

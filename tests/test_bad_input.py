@@ -99,3 +99,18 @@ def test_a_shadowed_package_is_told(tmp_path):
 def test_a_baseline_that_is_not_right_is_told(task, tmp_path, kernel, told, ray_address, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", ray_address)
     refuse(task(kernel=kernel), tmp_path, told)
+
+
+def test_a_full_disk_at_the_start_leaves_nothing(task, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(disk)], capture_output=True)
+    if mount.returncode:
+        pytest.skip("may not mount a small disk here")
+    try:
+        (disk / "filler").write_bytes(bytes(24 << 10))
+        with pytest.raises(UserError, match="cannot be written"):
+            api.optimize(task(), load(None, [], {"device": "model:h200"}), disk / "run")
+        assert not (disk / "run").exists()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
