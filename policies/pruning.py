@@ -27,7 +27,9 @@ def weigh(parent: Parent, strategy: str) -> tuple[float, str]:
     if not known or not loads or trust == 0.0:
         return 1.0, ""
     resource, load = max(loads.items(), key=lambda item: item[1])
-    if load < IDLE:
+    # Idle only counts when every resource that the strategy relieves is known: a kernel that waits for what nobody measured
+    # looks idle everywhere else, and its remedy must not be held back for that.
+    if load < IDLE and len(loads) == len(known.relieves):
         pull = load / IDLE
         reason = f"{resource} is at {load:.0%} of its peak: little to relieve"
     elif load > SATURATED and not known.cuts_traffic and resource in ("dram", "l2"):

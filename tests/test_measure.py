@@ -18,6 +18,7 @@ from kernelband.evaluate.measure import (
     mean_over_cases,
     median_interval,
     ratio,
+    untimely,
 )
 
 
@@ -83,6 +84,21 @@ def test_cases_are_averaged_in_the_log():
 
 
 def test_a_kernel_that_works_only_when_watched_is_told():
-    honest = disagreement([300.0] * 20, [250.0] * 20, 100.0, 50.0)
-    cheat = disagreement([300.0] * 20, [300.0] * 20, 100.0, 1.0)
-    assert honest == "" and "single checked calls" in cheat
+    honest = disagreement([600.0] * 9, [450.0] * 9, 3, 100.0, 50.0)
+    cheat = disagreement([600.0] * 9, [600.0] * 9, 3, 100.0, 1.0)
+    assert honest == "" and "short checked slices" in cheat
+
+
+def test_events_that_miss_the_work_are_told():
+    assert untimely([Slice(100, 97)] * 3) == ""
+    assert "own events" in untimely([Slice(100, 3)] * 3)
+    assert "own events" in untimely([Slice(100, math.inf)] * 3)
+
+
+def test_intervals_of_few_pairs_cover_the_truth():
+    rng, inside = np.random.default_rng(2), 0
+    for i in range(400):
+        noise = 0.02 + 0.01 * rng.standard_normal(8)
+        told = ratio([(Slice(100 * math.exp(x), 0), Slice(100, 0)) for x in noise], i)
+        inside += told.low <= 0.02 <= told.high
+    assert inside / 400 >= 0.93

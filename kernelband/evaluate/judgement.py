@@ -39,6 +39,8 @@ def refusal(err: CandidateError | ChildDied) -> tuple[str, str]:
         kind = {"timeout": "timed_out", "protocol": "tampered"}.get(err.kind, "crashed")
         return kind, err.detail
     text = f"{err.kind}: {err.message}"
+    if err.stage in ("start", "bind"):  # nothing of the candidate runs there
+        return "infra", text
     if "illegal memory access" in text or "misaligned address" in text:
         return "unsafe_memory", text
     if "out of memory" in text.lower():

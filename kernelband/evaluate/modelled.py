@@ -21,7 +21,7 @@ from kernelband.device import Peaks, roofline_us
 from kernelband.evaluate import model, verify
 from kernelband.evaluate.judgement import Judgement, Refused, refusal
 from kernelband.evaluate.specs import describe, extent, shapes_only
-from kernelband.evaluate.zygote import CandidateError, ChildDied, Zygote
+from kernelband.evaluate.zygote import CandidateError, ChildDied, SandboxError, Zygote
 from kernelband.task import Case, Task
 
 
@@ -44,8 +44,8 @@ class ModelledJudge:
         started = time.monotonic()
         try:
             child = self.zygote.spawn()
-        except ChildDied as died:
-            return Judgement("infra", f"no child could be started: {died.detail}")
+        except (ChildDied, SandboxError) as err:
+            return Judgement("infra", f"no child could be started: {err}")
         try:
             child.request("prepare", timeout_s=self.timeout_s, properties=self.properties)
             child.request("load", timeout_s=self.timeout_s, source=source, entry=self.task.entry)

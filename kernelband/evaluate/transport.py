@@ -28,11 +28,13 @@ class Shared:
 
 
 class Slot:
-    """One set of arguments in shared buffers."""
+    """One set of arguments in shared buffers. constants: buffers of arguments that all slots of a case share."""
 
-    def __init__(self, inputs: dict[str, Any]):
+    def __init__(self, inputs: dict[str, Any], constants: dict[str, Shared]):
         specs, _ = describe(inputs)
-        self.buffers = {name: Shared(v) for name, v in inputs.items() if isinstance(v, torch.Tensor)}
+        self.constants = constants
+        self.own = {n: Shared(v) for n, v in inputs.items() if isinstance(v, torch.Tensor) and n not in constants}
+        self.buffers = {**self.own, **constants}
         self.specs = [
             {**spec, "offset": 0, "handle": self.buffers[spec["name"]].handle} if spec["kind"] == "tensor" else spec
             for spec in specs
@@ -40,8 +42,8 @@ class Slot:
         self.fill(inputs)
 
     def fill(self, inputs: dict[str, Any]) -> None:
-        """Copy fresh contents to the same addresses."""
-        for name, shared in self.buffers.items():
+        """Copy fresh contents to the same addresses; constants stay."""
+        for name, shared in self.own.items():
             shared.tensor.copy_(inputs[name])
 
     def altered(self, inputs: dict[str, Any], but: tuple[str, ...]) -> list[str]:
@@ -49,7 +51,7 @@ class Slot:
         return [n for n, s in self.buffers.items() if n not in but and not _same_bits(s.tensor, inputs[n])]
 
     def close(self) -> None:
-        for shared in self.buffers.values():
+        for shared in self.own.values():
             shared.close()
 
 
@@ -73,7 +75,10 @@ class Outputs:
 
     def poison(self, value: float) -> None:
         for tensor in self.tensors:
-            tensor.fill_(value if tensor.is_floating_point() else int(value) % 100)
+            if tensor.is_floating_point():
+                tensor.fill_(value)
+            else:  # a pattern that no counter or mask is likely to hold
+                tensor.fill_(tensor.dtype == torch.bool or torch.iinfo(tensor.dtype).max // 3)
 
     def close(self) -> None:
         for shared in self.buffers:

@@ -9,6 +9,7 @@ import ctypes
 import torch
 
 _lib = None
+BLOCK = 2 << 20
 
 
 class Handle(ctypes.Structure):
@@ -36,9 +37,12 @@ def check(code, call):
 
 
 def allocate(size):
-    """A dedicated device allocation of `size` bytes (rounded up to 512). Returns its address."""
+    """A dedicated device allocation of at least `size` bytes. Returns its address.
+
+    Rounded up to 2 MiB: the driver puts smaller ones into a common block, and sharing one would share its neighbours.
+    """
     pointer = ctypes.c_uint64()
-    check(lib().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(max(512, size))), "cuMemAlloc")
+    check(lib().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(max(1, -(-size // BLOCK)) * BLOCK)), "cuMemAlloc")
     return pointer.value
 
 
@@ -60,10 +64,6 @@ def open_handle(text):
     lib().cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, Handle, ctypes.c_uint]
     check(lib().cuIpcOpenMemHandle_v2(ctypes.byref(pointer), handle, 1), "cuIpcOpenMemHandle")
     return pointer.value
-
-
-def close_handle(pointer):
-    check(lib().cuIpcCloseMemHandle(ctypes.c_uint64(pointer)), "cuIpcCloseMemHandle")
 
 
 class _Array:

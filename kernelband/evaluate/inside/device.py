@@ -47,18 +47,6 @@ def bind(request, fds):
     return {}
 
 
-def unbind(request, fds):
-    """Close every shared buffer and forget what was kept."""
-    _slots.clear()
-    _outputs.clear()
-    _kept.clear()
-    torch.cuda.synchronize()
-    for pointer in _opened.values():
-        cudrv.close_handle(pointer)
-    _opened.clear()
-    return {}
-
-
 def _contiguous(shape):
     stride, step = [], 1
     for n in reversed(shape):
@@ -124,9 +112,10 @@ def deliver(request, fds):
 
 
 def drop(request, fds):
-    """Forget kept results, so that their memory can be used again."""
+    """Forget kept results and give their memory back, so that others can use it."""
     _kept.clear()
+    torch.cuda.empty_cache()
     return {}
 
 
-OPS = {"start": start, "bind": bind, "unbind": unbind, "call": call, "slice": slice_, "deliver": deliver, "drop": drop}
+OPS = {"start": start, "bind": bind, "call": call, "slice": slice_, "deliver": deliver, "drop": drop}

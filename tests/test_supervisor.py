@@ -1,0 +1,305 @@
+"""The supervisor's judgement, on a stand-in for the GPU: buffers in host memory, children in this process, a clock that
+stands still unless a "kernel" or a request moves it. What is tested is who is blamed for what, and what the clock pays for;
+the GPU itself is measured by the benchmarks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kernelband.evaluate import bench as bench_module
+from kernelband.evaluate import measure, transport
+from kernelband.evaluate.supervisor import Supervisor
+from kernelband.evaluate.zygote import CandidateError, ChildDied
+from kernelband.task import Case, Contract, Output, Task
+
+HEAD = "import torch\n"
+SLOW = HEAD + "def f(x, w):\n    wait(400)\n    return x * w\n"
+FAST = HEAD + "def f(x, w):\n    wait(200)\n    return x * w\n"
+BUFFERS: dict[str, torch.Tensor] = {}
+NOW = [0.0]
+"""Microseconds of the test's own clock."""
+
+
+def wait(us: float) -> None:
+    NOW[0] += us
+
+
+class HostBuffer:
+    """What transport.Shared is on a GPU."""
+
+    def __init__(self, like):
+        self.tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        self.handle = f"{id(self):x}"
+        BUFFERS[self.handle] = self.tensor
+
+    def close(self):
+        BUFFERS.pop(self.handle, None)
+
+
+class HostChild:
+    """The requests of inside/device.py, answered in this process."""
+
+    workdir = ""
+
+    def __init__(self):
+        self.slots, self.outputs, self.kept, self.dead = {}, {}, {}, ""
+
+    def kill(self):
+        self.dead = "killed"
+
+    def request(self, op, *, timeout_s, fds=(), **payload):
+        if self.dead:
+            raise ChildDied("exit", self.dead)
+        wait(40)  # a message there and back
+        try:
+            return getattr(self, "op_" + op)(**payload)
+        except ChildDied as died:
+            self.dead = died.detail
+            raise
+        except Exception as err:
+            raise CandidateError(type(err).__name__, str(err), "", op) from None
+
+    def op_start(self):
+        return {}
+
+    def op_ping(self):
+        return {}
+
+    def op_load(self, source, entry):
+        scope = {"ChildDied": ChildDied, "wait": wait}
+        exec(compile(source, "candidate", "exec"), scope)
+        self.entry = scope[entry]
+        return {}
+
+    def op_bind(self, slots, outputs):
+        for name, args in slots.items():
+            self.slots[name] = [BUFFERS[a["handle"]] if a["kind"] == "tensor" else a["value"] for a in args]
+            self.names = [a["name"] for a in args]
+        self.outputs |= {n: [(s, BUFFERS[s["handle"]]) for s in specs] for n, specs in outputs.items()}
+        return {}
+
+    def _give(self, slot, result, output):
+        flat, said = list(result) if isinstance(result, (tuple, list)) else [result], []
+        for spec, buffer in self.outputs[output]:
+            value = flat[spec["index"]] if spec["from"] == "return" else self.slots[slot][self.names.index(spec["name"])]
+            fits = list(value.shape) == spec["shape"] and str(value.dtype) == "torch." + spec["dtype"]
+            if fits:
+                buffer.copy_(value)
+            said.append({"shape": list(value.shape), "dtype": str(value.dtype), "written": fits})
+        return {"outputs": said}
+
+    def op_call(self, slot, output):
+        return self._give(slot, self.entry(*self.slots[slot]), output)
+
+    def op_slice(self, slots, calls):
+        begin = NOW[0]
+        for i in range(calls):
+            self.i, self.n = i, calls
+            self.kept[slots[i % len(slots)]] = self.entry(*self.slots[slots[i % len(slots)]])
+        return {"event_us": NOW[0] - begin}
+
+    def op_deliver(self, slot, output):
+        return self._give(slot, self.kept[slot], output)
+
+    def op_drop(self):
+        self.kept.clear()
+        return {}
+
+
+class HostZygote:
+    def __init__(self):
+        self.children = []
+
+    def spawn(self):
+        self.children.append(HostChild())
+        return self.children[-1]
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch):
+    monkeypatch.setattr(transport, "Shared", HostBuffer)
+    monkeypatch.setattr(bench_module, "Shared", HostBuffer)
+    monkeypatch.setattr(bench_module, "DEVICE", "cpu")
+    monkeypatch.setattr(bench_module.time, "perf_counter_ns", lambda: int(NOW[0] * 1e3))
+    monkeypatch.setattr(measure, "SLICE_US", 8_000.0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 30))
+
+
+def simple(contract=None, reference=lambda x, w: x * w, inputs=None) -> Task:
+    draw = inputs or (lambda c, g: {"x": torch.randn(64, generator=g), "w": torch.randn(64, generator=g)})
+    return Task("t", "f", reference, draw, (Case("small", "check", "float32"), Case("big", "timed", "float32"),
+                                            Case("hid", "held_out", "float32")), contract or Contract())
+
+
+def supervisor(task: Task, baseline: str = SLOW) -> Supervisor:
+    made = object.__new__(Supervisor)
+    made.task, made.peaks, made.timeout_s, made.gpu, made.l2 = task, None, 10.0, "host", 600
+    made.zygote = HostZygote()
+    made.benches, made.sides, made.known, made.sources, made.baseline, made.alone = {}, {}, {}, {}, "", {}
+    told = made.set_baseline("base", baseline, None)
+    assert told.kind == "measured", told.detail
+    return made
+
+
+def judged(source: str, task: Task | None = None, baseline: str = SLOW):
+    made = supervisor(task or simple(), baseline)
+    return made, made.judge("cand", source, None, "base", baseline, None)
+
+
+def alive(made: Supervisor) -> int:
+    return sum(not c.dead for c in made.zygote.children)
+
+
+def test_a_candidate_twice_as_fast_is_measured_as_such_and_becomes_the_reference_side():
+    made, told = judged(FAST)
+    assert told.kind == "measured" and told.level == "paired" and 1.95 < math.exp(told.log_speedup) < 2.05, told
+    assert told.low < told.log_speedup < told.high and set(made.sides) == {"base", "cand"} and alive(made) == 2
+
+
+def test_a_slower_one_is_screened_only_and_leaves_nothing():
+    made, told = judged(HEAD + "def f(x, w):\n    wait(900)\n    return x * w\n")
+    assert told.kind == "measured" and told.level == "screened" and told.log_speedup < -0.3 and alive(made) == 1
+
+
+def test_an_equal_one_does_not_move_the_reference():
+    made, told = judged(SLOW + "# same\n")
+    assert told.kind == "measured" and abs(told.log_speedup) < 0.01
+    assert "cand" not in made.sides
+
+
+def test_the_final_number_holds_what_is_true():
+    made, _ = judged(FAST)
+    told = made.final("cand", FAST, None, pairs=4)
+    assert told.kind == "measured" and told.level == "final" and 1.95 < math.exp(told.log_speedup) < 2.05, told
+    assert any(name.startswith("hid/") for name in told.checks)
+
+
+CHEATS = {
+    "remembers results by address": (
+        HEAD + "seen = {}\ndef f(x, w):\n    key = x.data_ptr()\n    if key not in seen:\n        wait(400)\n"
+        "        seen[key] = x * w\n    return seen[key]\n", "wrong"),
+    "is wrong on the timed size only": (HEAD + "n = [0]\ndef f(x, w):\n    n[0] += 1\n    return x * w if n[0] < 4 else x + w\n",
+                                        "wrong"),
+    "writes to its input": (HEAD + "def f(x, w):\n    y = x * w\n    x.zero_()\n    return y\n", "tampered"),
+    "returns less": (HEAD + "def f(x, w):\n    return (x * w)[:3]\n", "wrong"),
+    "returns another dtype": (HEAD + "def f(x, w):\n    return (x * w).double()\n", "wrong"),
+    "raises": (HEAD + "def f(x, w):\n    raise ValueError('no')\n", "crashed"),
+    "dies": (HEAD + "def f(x, w):\n    raise ChildDied('signal', 'SIGSEGV')\n", "crashed"),
+    "hangs": (HEAD + "def f(x, w):\n    raise ChildDied('timeout', 'no answer')\n", "timed_out"),
+    "does not import": ("import nothing_of_that_name\n", "compile_failed"),
+    "leaves the answer of the last call": (HEAD + "def f(x, w):\n    return torch.empty_like(x)\n", "wrong"),
+}
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_is_refused_and_the_next_candidate_is_judged_as_ever(name):
+    source, kind = CHEATS[name]
+    made, told = judged(source)
+    assert told.kind == kind and told.detail, (told.kind, told.detail)
+    assert alive(made) == 1
+    again = made.judge("next", FAST, None, "base", SLOW, None)
+    assert again.kind == "measured" and again.log_speedup > 0.4
+
+
+def test_one_that_works_only_when_its_result_is_kept_falls_at_the_final_check():
+    """It reads in its caller's frame which call of the slice this is, and works only at the last use of each slot."""
+    source = HEAD + (
+        "import sys\ndef f(x, w):\n    me = sys._getframe(1).f_locals.get('self')\n    i, n = getattr(me, 'i', 0), "
+        "getattr(me, 'n', 1)\n    if n > 8 and i < n - 8:\n        return x\n    wait(400)\n    return x * w\n")
+    made, told = judged(source)
+    assert told.kind == "measured"  # screening does not see it
+    told = made.final("cand", source, None, runs=1, pairs=4)
+    assert told.kind == "timing_inconsistent" and "short checked slices" in told.detail
+
+
+def test_work_that_its_own_events_do_not_have_is_told(monkeypatch):
+    honest = HostChild.op_slice
+    monkeypatch.setattr(HostChild, "op_slice", lambda self, slots, calls: {
+        "event_us": honest(self, slots, calls)["event_us"] * (0.01 if "side" in self.entry.__code__.co_names else 1.0)})
+    _, told = judged(HEAD + "side = 0\ndef f(x, w):\n    side\n    wait(300)\n    return x * w\n")
+    assert told.kind == "timing_inconsistent" and "own events" in told.detail
+
+
+def test_a_reference_side_that_fails_beside_a_candidate_is_not_the_end():
+    made = supervisor(simple())
+    real, broken = HostChild.op_slice, made.sides["base"]
+
+    def op_slice(self, slots, calls):
+        if self is broken and any(not c.dead and c is not broken for c in made.zygote.children):
+            raise RuntimeError("CUDA out of memory")
+        return real(self, slots, calls)
+
+    HostChild.op_slice = op_slice
+    try:
+        told = made.judge("cand", FAST, None, "base", SLOW, None)
+    finally:
+        HostChild.op_slice = real
+    assert told.kind == "infra" and "runs without it" in told.detail
+    assert made.judge("next", FAST, None, "base", SLOW, None).kind == "measured"
+
+
+def test_one_that_slows_the_baseline_gets_no_number():
+    made, _ = judged(FAST)
+    real = HostChild.op_slice
+
+    def op_slice(self, slots, calls):
+        told = real(self, slots, calls)
+        beside = [c for c in made.zygote.children if not c.dead and c is not self]
+        if self is made.sides.get("base") and beside:
+            wait(4000)
+        return told
+
+    HostChild.op_slice = op_slice
+    try:
+        told = made.final("cand", FAST, None, runs=1, pairs=3)
+    finally:
+        HostChild.op_slice = real
+    assert told.kind == "infra" and "alone" in told.detail
+
+
+def test_integer_and_boolean_outputs():
+    task = simple(Contract(outputs=(Output(index=0, compare="exact"), Output(index=1)), dtypes=("float32",)),
+                  reference=lambda x, w: (x > w, (x * 100).int()))
+    base = HEAD + "def f(x, w):\n    wait(300)\n    return x > w, (x * 100).int()\n"
+    # Integers of the fp64 oracle and of the dtype may differ at a boundary; what counts is equality with the honest run.
+    made = supervisor(task, base)
+    told = made.judge("c", base.replace("300", "150"), None, "base", base, None)
+    assert told.kind == "measured" and told.log_speedup > 0.3
+    assert made.judge("d", base.replace("x > w", "x >= w + 1"), None, "base", base, None).kind == "wrong"
+
+
+def test_a_permuted_result_is_right_where_the_contract_says_so():
+    task = simple(Contract(outputs=(Output(compare="permutation"),)))
+    base = HEAD + "def f(x, w):\n    wait(300)\n    return (x * w).flip(0)\n"
+    _, told = judged(base.replace("300", "100"), task, base)
+    assert told.kind == "measured"
+    _, told = judged(base.replace("x * w", "x + w"), task, base)
+    assert told.kind == "wrong"
+
+
+def test_a_mutated_argument_is_restored_before_every_slice():
+    task = simple(Contract(outputs=(Output("x"),), mutates=("x",)), reference=lambda x, w: x.mul_(w))
+    base = HEAD + "def f(x, w):\n    wait(300)\n    x.mul_(w)\n    return x\n"
+    _, told = judged(base.replace("300", "150"), task, base)
+    assert told.kind == "measured" and 0.4 < told.log_speedup < 1.0
+    _, told = judged(base.replace("x.mul_(w)", "x.mul_(w).mul_(w)"), task, base)
+    assert told.kind == "wrong"
+    _, told = judged(base.replace("x.mul_(w)", "x.mul_(w); w.zero_()"), task, base)
+    assert told.kind == "tampered"
+
+
+def test_a_constant_argument_may_be_prepared_once():
+    task = simple(Contract(constant=("w",)))
+    per_case = HEAD + ("ready = {}\ndef f(x, w):\n    wait(100)\n    if w.data_ptr() not in ready:\n        wait(300)\n"
+                       "        ready[w.data_ptr()] = w * 1\n    return x * ready[w.data_ptr()]\n")
+    _, told = judged(per_case, task)
+    assert told.kind == "measured" and told.log_speedup > 0.5
+    _, told = judged(per_case, simple())  # without the promise it is a stale answer
+    assert told.kind == "wrong"
