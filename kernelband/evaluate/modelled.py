@@ -33,7 +33,8 @@ class ModelledJudge:
         self.task, self.peaks, self.timeout_s = task, peaks, timeout_s
         self.zygote = Zygote("interpret", warn=warn, hide=hide)
         self.specs = {c.name: shapes_only(task, c) for c in task.with_role("timed")}
-        self.properties = {"multi_processor_count": peaks.sms, "name": f"modelled {peaks.name}"}
+        self.properties = {"multi_processor_count": peaks.sms, "name": peaks.name, "major": peaks.arch // 10,
+                           "minor": peaks.arch % 10, "shared_memory_per_block_optin": peaks.max_shared_bytes}
 
     def judge(self, source: str, facts: Mapping[str, Sequence[Any]], held_out: bool = False) -> Judgement:
         """Verdict over check cases (and held-out ones), then predicted microseconds of each timed case.

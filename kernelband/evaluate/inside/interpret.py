@@ -19,6 +19,7 @@ import bfloat
 import repairs
 import serve
 import shims
+import standin
 import torch
 import torchops
 import tracing
@@ -50,6 +51,9 @@ def prepare(request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         _prepared = True
         bfloat.install()
         repairs.install()
+        # Wrappers ask the driver which target they run on; without a device Triton's own would look for libcuda.
+        known = shims.PROPERTIES
+        standin.describe(int(known["major"]) * 10 + int(known["minor"]), int(known["warp_size"]))
     return {"prepared": True}
 
 

@@ -1,12 +1,13 @@
 """Repairs of Triton's interpreter: what runs on a GPU and would fail, or take minutes, when interpreted.
 
 Owns: autotuned kernels with several configurations, loop bounds under numpy 2.4, reductions with a function of the
-kernel's own. bfloat16 has a file of its own (`bfloat.py`).
+kernel's own, `and`, `or` and `not` on blocks. bfloat16 has a file of its own (`bfloat.py`).
 Never: changes what a kernel computes beyond the order in which a reduction combines its elements.
 """
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,74 @@ def install() -> None:
     _choose_first_config()
     _index_single_elements()
     _reduce_pairwise()
+    _logic_on_blocks()
+
+
+class _Logic(ast.NodeTransformer):
+    """`a and b`, `a or b`, `not a` become calls that know blocks; operands stay unevaluated until they are needed."""
+
+    def _call(self, name: str, operands: list[ast.expr]) -> ast.Call:
+        nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+        function = ast.Attribute(ast.Name("interpreter_semantic", ast.Load()), name, ast.Load())
+        return ast.Call(function, [ast.Lambda(nothing, operand) for operand in operands], [])
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        self.generic_visit(node)
+        return self._call("kb_and" if isinstance(node.op, ast.And) else "kb_or", node.values)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        self.generic_visit(node)
+        return self._call("kb_not", [node.operand]) if isinstance(node.op, ast.Not) else node
+
+
+class _Both:
+    """Our transformer, then Triton's own; line numbers stay those of the source."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def visit(self, tree: ast.AST) -> Any:
+        return self.own.visit(_Logic().visit(tree))
+
+
+def _truth(value: Any) -> Any:
+    return value if value.dtype == tl.int1 else value != 0
+
+
+def _logic_on_blocks() -> None:
+    """The compiler takes `and` on blocks element by element; interpreted, Python would ask a block whether it is true."""
+
+    def both(*operands: Any) -> Any:
+        value = operands[0]()
+        for operand in operands[1:]:
+            if isinstance(value, tl.tensor):
+                other = operand()
+                value = _truth(value) & (_truth(other) if isinstance(other, tl.tensor) else bool(other))
+            elif value:
+                value = operand()
+            else:
+                return value
+        return value
+
+    def either(*operands: Any) -> Any:
+        value = operands[0]()
+        for operand in operands[1:]:
+            if isinstance(value, tl.tensor):
+                other = operand()
+                value = _truth(value) | (_truth(other) if isinstance(other, tl.tensor) else bool(other))
+            elif not value:
+                value = operand()
+            else:
+                return value
+        return value
+
+    def opposite(operand: Any) -> Any:
+        value = operand()
+        return value == 0 if isinstance(value, tl.tensor) and value.shape else not value
+
+    semantic = interpreter.interpreter_semantic
+    semantic.kb_and, semantic.kb_or, semantic.kb_not = both, either, opposite
+    interpreter.FunctionRewriter.ast_transformer = _Both(interpreter.FunctionRewriter.ast_transformer)
 
 
 def _choose_first_config() -> None:

@@ -232,6 +232,11 @@ class StandInDriver:
         return args
 
 
+def describe(arch: int, warp_size: int) -> None:
+    """Make the stand-in the active driver only to be asked about the device (interpreted kernels never launch)."""
+    driver.set_active(StandInDriver(GPUTarget("cuda", arch, warp_size), shims.PROPERTIES["shared_memory_per_block_optin"]))
+
+
 def activate(target: GPUTarget, max_shared: int) -> None:
     """Make the stand-in the active driver of this process and teach the auto-tuner to compile without timing."""
     from triton.compiler import compiler
