@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -56,16 +57,17 @@ class View:
     def say(self, text: str) -> None:
         """A line that stays."""
         if not self.quiet:
-            self.console.print(text, markup=False, highlight=False)
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def ended(self, state: State, pull: int) -> None:
-        """An outcome arrived."""
-        if self.live or self.quiet:
-            return
+        """An outcome arrived: a line for each without a terminal, for each new best above the panel on one."""
         out, order = state.outcomes[pull], state.orders[pull]
+        if self.quiet or (self.live and state.ranking()[0] != out.candidate):
+            return
         speed = f"{math.exp(out.result.log_speedup):6.2f}x" if out.result else "       "
-        what = out.description or out.detail
-        self.say(f"pull {pull:4d}  {out.kind:15s} {speed}  {order.strategy:13s} {what[:90]}")
+        what = " ".join((out.description or out.detail).split())
+        self.say(f"pull {pull:4d}  {summary.told(state, out.kind):15s} {speed}  {order.strategy:13s} {what[:100]}  "
+                 f"(of {order.parent[:6]})")
 
     def refresh(self, state: State, status: Status) -> None:
         if self.live:
@@ -76,6 +78,7 @@ def panel(state: State, status: Status) -> Panel:
     """The whole view as one renderable; pure, so that it can be tested."""
     if state.start is None:
         return Panel(Text(status.stage), title="kernelband", title_align="left")
+    stage = Text(status.stage, style="bold")
     start = state.start
     kind = "measured" if start.measured else "modelled"
     best = summary.best_of(state)
@@ -98,7 +101,7 @@ def panel(state: State, status: Status) -> Panel:
     for name in sorted({*status.arms, *pulls}):
         weight, reason = status.arms.get(name, (0.0, "nothing left to try"))
         arms.add_row(name, f"{weight:.2f}", str(pulls.get(name, 0)), reason)
-    parts: list[Any] = [top, Text(), arms] if status.arms or pulls else [top]
+    parts: list[Any] = [stage, top, Text(), arms] if status.arms or pulls else [stage, top]
     if status.notes:
         parts += [Text(), Text("\n".join(status.notes[-3:]), style="yellow")]
-    return Panel(Group(*parts), title=f"kernelband · {start.task} · {start.device} · {status.stage}", title_align="left")
+    return Panel(Group(*parts), title=escape(f"kernelband · {start.task} · {start.device}"), title_align="left")

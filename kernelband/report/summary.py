@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from kernelband.search import State
@@ -17,10 +18,15 @@ NO_DIFFERENCE = 0.10
 
 def outcomes(state: State) -> dict[str, int]:
     """How many pulls ended how; those still in flight as 'pending'."""
-    counts: Counter[str] = Counter(o.kind for o in state.outcomes.values())
+    counts: Counter[str] = Counter(told(state, o.kind) for o in state.outcomes.values())
     if state.pending:
         counts["pending"] = len(state.pending)
     return dict(sorted(counts.items()))
+
+
+def told(state: State, kind: str) -> str:
+    """An outcome's kind in the words of this run: what was not measured is not called so."""
+    return "modelled" if kind == "measured" and state.start and not state.start.measured else kind
 
 
 def best_of(state: State) -> str | None:
@@ -42,7 +48,8 @@ def as_json(state: State, folder: Path, seconds: float) -> dict[str, Any]:
                 "interval": [round(math.exp(result.low), 4), round(math.exp(result.high), 4)],
                 "path": str(folder / "best.py")}
     return {"task": state.start.task, "device": state.start.device, "measured": state.start.measured, "best": best,
-            "pulls": state.counted(), "outcomes": outcomes(state), "seconds": round(seconds, 1), "run": str(folder)}
+            "pulls": state.counted(), "outcomes": outcomes(state),
+            "seconds": round(state.ended.seconds if state.ended else seconds, 1), "run": str(folder)}
 
 
 def lineage(state: State, name: str) -> list[str]:
@@ -61,7 +68,8 @@ def sentence(state: State) -> str:
     name = best_of(state)
     result = state.result_of(name) if name else None
     if not name or not result or (state.baseline and name == state.baseline.candidate):
-        return f"No version faster than the baseline was found for {state.start.task} on {state.start.device}."
+        why = f" The search ended because {state.ended.reason}." if state.ended else ""
+        return f"No version faster than the baseline was found for {state.start.task} on {state.start.device}.{why}"
     how = "measured on" if state.start.measured else "modelled for"
     text = (f"{state.start.task}: {math.exp(result.log_speedup):.2f}x over the baseline "
             f"(95 % interval {math.exp(result.low):.2f} to {math.exp(result.high):.2f}), {how} {state.start.device}.")
@@ -82,7 +90,7 @@ def table(state: State) -> Table:
     for case, base in sorted(state.baseline.result.times.items()):
         if result and case in result.times:
             own = result.times[case]
-            view.add_row(case, f"{base.us:.1f}", f"{own.us:.1f}", f"{base.us / own.us:.2f}")
+            view.add_row(escape(case), f"{base.us:.1f}", f"{own.us:.1f}", f"{base.us / own.us:.2f}")
     return view
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from kernelband.report.summary import told
 from kernelband.search import State
 
 SCHEMA = pa.schema(
@@ -25,13 +26,13 @@ SCHEMA = pa.schema(
         pa.field("speedup", pa.float64(), metadata={"doc": "geometric mean over timed cases of baseline / candidate time"}),
         pa.field("speedup_low", pa.float64(), metadata={"doc": "lower end of the 95 % interval"}),
         pa.field("speedup_high", pa.float64()),
-        pa.field("level", pa.string(), metadata={"doc": "modelled, or how carefully measured: screened, paired, final"}),
+        pa.field("level", pa.string(), metadata={"doc": "modelled; or baseline, screened, paired, final: how carefully"}),
         pa.field("measured", pa.bool_(), metadata={"doc": "false: every time in this row is modelled"}),
         pa.field("us", pa.string(), metadata={"doc": "JSON: timed case -> [median, low, high] microseconds a call"}),
         pa.field("facts", pa.string(), metadata={"doc": "JSON: registers, spills, shared bytes, warps, stages, occupancy"}),
         pa.field("load", pa.string(), metadata={"doc": "JSON: resource -> share of its peak"}),
         pa.field("rung", pa.string(), metadata={"doc": "where the load comes from"}),
-        pa.field("costs", pa.string(), metadata={"doc": "JSON: stage -> seconds"}),
+        pa.field("costs", pa.string(), metadata={"doc": "JSON: stage -> seconds; 0 in a modelled run, which has no clock"}),
     ],
     metadata={"kernelband_schema": "1"},
 )
@@ -42,7 +43,7 @@ def rows(state: State) -> list[dict]:
     assert state.start
     made: list[dict] = []
     if state.baseline:
-        made.append({"pull": 0, "candidate": state.baseline.candidate, "outcome": "measured",
+        made.append({"pull": 0, "candidate": state.baseline.candidate, "outcome": told(state, "measured"),
                      "description": "baseline", **_result(state, state.baseline.candidate)})
     for n, order in sorted(state.orders.items()):
         ended = state.outcomes.get(n)
@@ -50,7 +51,7 @@ def rows(state: State) -> list[dict]:
                      "outcome": "pending"}
         if ended is not None:
             row |= {"candidate": ended.candidate, "family": ended.family, "description": ended.description,
-                    "outcome": ended.kind, "detail": ended.detail, "costs": json.dumps(ended.costs)}
+                    "outcome": told(state, ended.kind), "detail": ended.detail, "costs": json.dumps(ended.costs)}
             if ended.kind == "measured" and ended.candidate:
                 row |= _result(state, ended.candidate)
                 later = state.revised.get(ended.candidate)
@@ -73,9 +74,22 @@ def _result(state: State, candidate: str) -> dict:
     }
 
 
+def build(state: State) -> pa.Table:
+    """The whole table, as the journal says."""
+    return pa.Table.from_pylist([{name: row.get(name) for name in SCHEMA.names} for row in rows(state)], schema=SCHEMA)
+
+
+def altered(state: State, path: Path) -> bool:
+    """Whether a results.parquet is not what the journal leads to."""
+    try:
+        return not pq.read_table(path).equals(build(state))
+    except (OSError, pa.ArrowException):
+        return True
+
+
 def export(state: State, path: Path) -> None:
     """Write results.parquet (atomically)."""
-    table = pa.Table.from_pylist([{name: row.get(name) for name in SCHEMA.names} for row in rows(state)], schema=SCHEMA)
+    table = build(state)
     temporary = path.with_name("." + path.name)
     pq.write_table(table, temporary)
     temporary.replace(path)
