@@ -6,14 +6,12 @@ Arguments and results are plain data.
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from kernelband.evaluate.judgement import Judgement
 from kernelband.writers import Request, Written
 from kernelband.writers.mechanical import Rewriter
 
@@ -44,15 +42,14 @@ class RewriterActor:
 
 @remote(num_cpus=0, max_concurrency=1)
 class CompilerActor(_Warned):
-    def __init__(self, cache: str, entry: str, cases: list, target: Any, timeout_s: float, hide: str):
+    def __init__(self, cache: str, entry: str, cases: list, target: Any, timeout_s: float, hide: list[str]):
         super().__init__()
         from kernelband.evaluate.compile import Compiler
         from kernelband.evaluate.zygote import protect_this_process
 
         protect_this_process()
         self.entry, self.cases, self.target = entry, cases, target
-        self.compiler = Compiler(Path(cache), timeout_s=timeout_s, warn=self.texts.append,
-                                 hide=[hide])
+        self.compiler = Compiler(Path(cache), timeout_s=timeout_s, warn=self.texts.append, hide=hide)
 
     def compile(self, source: str) -> Any:
         return self.compiler.compile(source, self.entry, self.cases, self.target)
@@ -62,7 +59,7 @@ class CompilerActor(_Warned):
 class ModelActor(_Warned):
     """Judges without a GPU: the interpreter for correctness, the modelled device for latency."""
 
-    def __init__(self, task_folder: str, peaks: Any, timeout_s: float, hide: str):
+    def __init__(self, task_folder: str, peaks: Any, timeout_s: float, hide: list[str]):
         super().__init__()
         import torch
 
@@ -72,7 +69,7 @@ class ModelActor(_Warned):
 
         protect_this_process()
         torch.set_num_threads(1)
-        self.judge_ = ModelledJudge(load(task_folder).task, peaks, timeout_s=timeout_s, hide=[hide],
+        self.judge_ = ModelledJudge(load(task_folder).task, peaks, timeout_s=timeout_s, hide=hide,
                                     warn=self.texts.append)
 
     def judge(self, source: str, facts: dict, held_out: bool) -> dict[str, Any]:
@@ -83,30 +80,26 @@ class ModelActor(_Warned):
 class GpuActor(_Warned):
     """Owns one GPU: checks and times candidates there."""
 
-    def __init__(self, task_folder: str, peaks: Any, timeout_s: float, hide: str):
+    def __init__(self, task_folder: str, peaks: Any, timeout_s: float, hide: list[str]):
         super().__init__()
         from kernelband.evaluate.supervisor import Supervisor
         from kernelband.evaluate.zygote import protect_this_process
         from kernelband.task import load
 
         protect_this_process()
-        self.supervisor = Supervisor(load(task_folder).task, peaks, timeout_s=timeout_s, hide=[hide],
+        self.supervisor = Supervisor(load(task_folder).task, peaks, timeout_s=timeout_s, hide=hide,
                                      warn=self.texts.append)
 
     def baseline(self, name: str, source: str, cache: str | None) -> dict[str, Any]:
         return asdict(self.supervisor.set_baseline(name, source, _path(cache)))
 
-    def judge(self, name: str, source: str, cache: str | None, incumbent: str) -> dict[str, Any]:
-        return self._costed(self.supervisor.judge, name, source, _path(cache), incumbent)
+    def judge(self, name: str, source: str, cache: str | None, incumbent: str, incumbent_source: str,
+              incumbent_cache: str | None, incumbent_log: float) -> dict[str, Any]:
+        return asdict(self.supervisor.judge(name, source, _path(cache), incumbent, incumbent_source, _path(incumbent_cache),
+                                            incumbent_log))
 
     def final(self, name: str, source: str, cache: str | None) -> dict[str, Any]:
-        return self._costed(self.supervisor.final, name, source, _path(cache))
-
-    def _costed(self, what: Any, *args: Any) -> dict[str, Any]:
-        started = time.monotonic()
-        judgement: Judgement = what(*args)
-        judgement.costs["gpu"] = round(time.monotonic() - started, 4)
-        return asdict(judgement)
+        return asdict(self.supervisor.final(name, source, _path(cache)))
 
 
 def _path(text: str | None) -> Path | None:

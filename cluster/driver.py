@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
+from cluster.faults import Unexpected, first_line
 from cluster.workshop import Workshop
 from kernelband import search
 from kernelband.candidate import identity
@@ -25,6 +26,31 @@ from kernelband.search import State
 from kernelband.writers import Request
 
 MOST_FINALS = 5
+
+MOST_INFRA = 5
+"""Pulls in a row that may end by a fault of ours before the run does: the next ones would too."""
+
+FINAL_TRIES = 3
+
+ASIDE = frozenset({"not_applicable", "duplicate", "unchanged", "write_failed", "compile_failed"})
+"""Outcomes that no judge saw: they do not show that the judges work again."""
+
+T = TypeVar("T")
+
+
+class Fault(Exception):
+    """A stage of one pull failed for a reason that is not the candidate's."""
+
+
+async def _stage(work: Awaitable[T]) -> T:
+    """The result of a stage; whatever an actor raised becomes a Fault, so that it is never taken for one of the run's own
+    errors (a full disk), which end it."""
+    try:
+        return await work
+    except (UserError, RunFailed) as err:
+        raise Fault(str(err)) from None
+    except Exception as err:
+        raise Fault(f"{type(err).__name__}: {first_line(err)}") from None
 
 
 def result_from(judgement: Judgement, facts: dict[str, float], load: dict[str, float], rung: str) -> Result:
@@ -50,6 +76,7 @@ class Driver:
         self.tasks: dict[int, asyncio.Task] = {}
         self.stopping = ""
         self.sources: dict[str, str] = {}
+        self.infra = 0
 
     def record(self, event: Any) -> None:
         """Journal an event, then fold it."""
@@ -70,7 +97,14 @@ class Driver:
         compiled = await self.shop.compile(source)
         if not compiled.ok:
             raise UserError(f"the baseline does not compile for {self.shop.label}: {_line(compiled.error)}. Mend kernel.py.")
+        idle = self.shop.without_kernel(compiled)
+        if idle:
+            raise UserError(f"the baseline launches no kernel of its own in case {idle!r}, and the contract allows nothing else "
+                            f"(allow={list(self.shop.task.task.contract.allow)}). Mend kernel.py, or add 'vendor' or 'torch' "
+                            f"to the contract's allow.")
         judgement = await self.shop.baseline(name, source, compiled)
+        if judgement.kind == "infra":
+            raise RunFailed(f"the baseline could not be judged: {_line(judgement.detail)}.")
         if judgement.kind != "measured":
             raise UserError(f"the baseline is not right against the oracle ({judgement.kind}): {_line(judgement.detail)}. Mend "
                             f"kernel.py or the oracle; a search needs a correct start.")
@@ -79,12 +113,30 @@ class Driver:
         offers = {w: self.shop.allowed(o) for w, o in (await self.shop.offers(source)).items()}
         self.record(BaselineJudged(candidate=name, result=result_from(judgement, facts, load, rung), moves=offers))
 
+    async def restore_baseline(self) -> None:
+        """A resumed run: make the judges know the baseline again. Raises RunFailed when it no longer holds here."""
+        base = self.state.baseline
+        assert base
+        if not self.shop.measured:
+            self.shop.know_baseline({case: t.us for case, t in base.result.times.items()})
+            return
+        self.status.stage = "timing the baseline again"
+        source = self._source(base.candidate)
+        compiled = await self.shop.compile(source)
+        if not compiled.ok:
+            raise RunFailed(f"the baseline, which compiled before, does not any more: {_line(compiled.error)}.")
+        judgement = await self.shop.baseline(base.candidate, source, compiled)
+        if judgement.kind != "measured":
+            raise RunFailed(f"the baseline, which was right before, does not pass any more ({judgement.kind}): "
+                            f"{_line(judgement.detail)}. See nvidia-smi; then continue with `kernelband resume "
+                            f"{self.folder.path}`.")
+
     # -- one pull -----------------------------------------------------------------------------------------------
 
     async def _pull(self, order: search.PullOrdered) -> PullEnded:
         started = time.monotonic()
         parent = self._source(order.parent)
-        written = await self.shop.write(order.writer, Request(order.pull, order.parent, parent, order.strategy))
+        written = await _stage(self.shop.write(order.writer, Request(order.pull, order.parent, parent, order.strategy)))
         said: dict[str, Any] = {"pull": order.pull, "family": written.family, "description": written.description}
         costs = {"write": self._cost(written.seconds)}
         if written.kind != "written":
@@ -94,13 +146,19 @@ class Driver:
         said |= {"candidate": name, "identity": written.identity}
         if written.identity == identity(parent):
             return PullEnded(**said, kind="unchanged", costs=costs)
-        compiled = await self.shop.compile(written.source)
+        compiled = await _stage(self.shop.compile(written.source))
         costs["compile"] = self._cost(compiled.seconds)
         if not compiled.ok:
             kind = {"timeout": "timed_out", "crash": "crashed"}.get(compiled.error_kind or "", "compile_failed")
             return PullEnded(**said, kind=kind, detail=compiled.error or "", costs=costs)  # type: ignore[arg-type]
+        idle = self.shop.without_kernel(compiled)
+        if idle:
+            return PullEnded(**said, kind="not_a_kernel", detail=f"{idle}: no kernel of its own was launched", costs=costs)
         incumbent = self.state.ranking()[0]
-        judgement = await self.shop.judge(name, written.source, compiled, incumbent, self._source(incumbent))
+        result, incumbent_source = self.state.result_of(incumbent), self._source(incumbent)
+        assert result
+        judgement = await _stage(self.shop.judge(name, written.source, compiled, incumbent, incumbent_source,
+                                                 result.log_speedup))
         costs |= {stage: self._cost(seconds) for stage, seconds in judgement.costs.items()}
         costs["waited"] = self._cost(max(0.0, time.monotonic() - started - sum(costs.values())))
         if judgement.kind != "measured":
@@ -123,10 +181,19 @@ class Driver:
             ended = await self._pull(order)
         except (RunFailed, UserError):
             raise
+        except Fault as err:
+            ended = PullEnded(pull=order.pull, kind="infra", detail=str(err)[:500])
         except Exception as err:
             ended = PullEnded(pull=order.pull, kind="infra", detail=f"{type(err).__name__}: {str(err)[:500]}")
         self.record(ended)
         self.view.ended(self.state, order.pull)
+        if ended.kind == "infra":
+            self.infra += 1
+        elif ended.kind not in ASIDE:
+            self.infra = 0
+        if self.infra >= MOST_INFRA:
+            raise RunFailed(f"{self.infra} pulls in a row ended by a fault that is not the candidates': {_line(ended.detail)}. "
+                            f"Mend that, then continue with `kernelband resume {self.folder.path}`.")
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -179,6 +246,31 @@ class Driver:
 
     # -- the end ------------------------------------------------------------------------------------------------
 
+    async def _final(self, name: str) -> Judgement:
+        """The final judgement on one candidate. A fault of ours is tried again, and is never the candidate's fall.
+
+        Raises RunFailed when it stays. What an actor raises unexpectedly each time, in a fresh process each time, is taken to
+        be the candidate's doing: otherwise it could never be passed over.
+        """
+        source, why, unexpected = self._source(name), "", False
+        for _ in range(FINAL_TRIES):
+            try:
+                compiled = await self.shop.compile(source)
+                judgement = await self.shop.final(name, source, compiled)
+            except (UserError, RunFailed) as err:
+                why, unexpected = str(err), isinstance(err, Unexpected)
+                continue
+            except Exception as err:
+                why, unexpected = f"{type(err).__name__}: {first_line(err)}", True
+                continue
+            if judgement.kind != "infra":
+                return judgement
+            why, unexpected = judgement.detail, False
+        if unexpected:
+            return Judgement("crashed", f"the final check could not be made: {_line(why)}")
+        raise RunFailed(f"the final check of {name} could not be made in {FINAL_TRIES} attempts: {_line(why)}. All results are "
+                        f"kept; try again with `kernelband resume {self.folder.path}`.")
+
     async def finish(self) -> None:
         """Put the fastest through the final gate (the next if it falls), and record the end."""
         assert self.state.baseline
@@ -189,9 +281,7 @@ class Driver:
             if best == self.state.baseline.candidate or best in self.state.revised:
                 break
             self.view.refresh(self.state, self.status)
-            source = self._source(best)
-            compiled = await self.shop.compile(source)
-            judgement = await self.shop.final(best, source, compiled)
+            judgement = await self._final(best)
             if judgement.kind == "measured":
                 before = self.state.result_of(best)
                 assert before

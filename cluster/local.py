@@ -13,7 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import kernelband
+from cluster.faults import first_line
 from kernelband.errors import RunFailed, UserError
+
+HOME = Path(kernelband.__file__).resolve().parents[1]
+"""Where our packages lie: the checkout, or site-packages."""
 
 
 def check_imports() -> None:
@@ -21,11 +25,10 @@ def check_imports() -> None:
     import cluster
     import policies
 
-    home = Path(kernelband.__file__).parents[1]
     for module in (cluster, policies):
-        found = Path(module.__file__ or "").parents[1]
-        if found != home:
-            raise UserError(f"the package {module.__name__!r} was imported from {found}, but kernelband lies in {home}: "
+        found = Path(module.__file__ or "").resolve().parents[1]
+        if found != HOME:
+            raise UserError(f"the package {module.__name__!r} was imported from {found}, but kernelband lies in {HOME}: "
                             f"another package of that name hides ours. Run from another folder, or take {found} off "
                             f"PYTHONPATH.")
 
@@ -46,9 +49,12 @@ def session(address: str | None) -> Iterator[None]:
     if where == "local":
         options |= {"include_dashboard": False, "object_store_memory": 256 * 2**20}
     try:
-        ray.init(address=where, **options)
+        # Ray puts this folder before all others on the workers' import path: let it be our own and not where the user
+        # happens to stand, whose files might hide packages that we need.
+        with contextlib.chdir(HOME):
+            ray.init(address=where, **options)
     except Exception as err:
-        told = f"Ray could not be {'started' if where == 'local' else f'reached at {where}'}: {str(err).splitlines()[0]}"
+        told = f"Ray could not be {'started' if where == 'local' else f'reached at {where}'}: {first_line(err)}"
         if where != "local":
             told += (". If the cluster asks for a token, set RAY_AUTH_MODE=token (with the token in RAY_AUTH_TOKEN or in "
                      "~/.ray/auth_token) here as there.")
@@ -64,3 +70,11 @@ def gpu_count() -> int:
     import ray
 
     return int(ray.cluster_resources().get("GPU", 0))
+
+
+def free() -> dict[str, float]:
+    """CPUs and GPUs of this cluster that nobody uses."""
+    import ray
+
+    now = ray.available_resources()
+    return {what: float(now.get(what, 0)) for what in ("CPU", "GPU")}

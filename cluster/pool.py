@@ -6,62 +6,88 @@ Owns waiting and retry, and knows nothing of what the calls mean.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import ray
 
-
-class ActorLost(Exception):
-    """The actor died, twice, while it worked on this call."""
+from cluster.faults import ActorLost, Unexpected, plain
 
 
 class Pool:
-    """`size` actors of one kind; `depth` calls may be with one actor at a time."""
+    """`size` actors of one kind, one call at a time with each.
 
-    def __init__(self, make: Callable[[], Any], size: int, depth: int = 1,
-                 on_new: Callable[[Any], Any] | None = None):
+    on_new: sets up an actor that takes the place of a lost one; it enters the pool only when that is done.
+    """
+
+    def __init__(self, make: Callable[[], Any], size: int, on_new: Callable[[Any], Awaitable[None]] | None = None):
         self._make, self._on_new = make, on_new
-        self.actors = [make() for _ in range(size)]
+        self.actors: list[Any | None] = [make() for _ in range(size)]
         self._free: asyncio.Queue[int] = asyncio.Queue()
-        for _ in range(depth):
-            for i in range(size):
-                self._free.put_nowait(i)
+        for i in range(size):
+            self._free.put_nowait(i)
         self.waiting = 0
-        self.busy = 0
 
     async def call(self, method: str, *args: Any) -> Any:
-        """The result of one call. A dead actor is replaced and the call made once more; then ActorLost."""
+        """The result of one call. A dead actor is replaced and the call made once more; then ActorLost.
+
+        Raises UserError and RunFailed as the actor did, and Unexpected for all else that it raised; an actor that did so
+        is not trusted again.
+        """
         self.waiting += 1
-        index = await self._free.get()
-        self.waiting -= 1
-        self.busy += 1
         try:
-            for attempt in (1, 2):
-                actor = self.actors[index]
-                try:
-                    return await getattr(actor, method).remote(*args)
-                except ray.exceptions.RayActorError as err:
-                    if self.actors[index] is actor:
-                        self.actors[index] = self._make()
-                        if self._on_new is not None:
-                            await self._on_new(self.actors[index])
-                    if attempt == 2:
-                        raise ActorLost(str(err).splitlines()[0]) from None
+            index = await self._free.get()
         finally:
-            self.busy -= 1
+            self.waiting -= 1
+        try:
+            try:
+                return await self._once(index, method, args)
+            except ActorLost:
+                return await self._once(index, method, args)
+        finally:
             self._free.put_nowait(index)
 
     async def each(self, method: str, *args: Any) -> list[Any]:
-        """Call every actor; for set-up and warnings."""
-        return list(await asyncio.gather(*(getattr(a, method).remote(*args) for a in self.actors)))
+        """Call every actor; for set-up and warnings. Raises as `call` does, without a second attempt."""
+        return list(await asyncio.gather(*(self._once(i, method, args) for i in range(len(self.actors)))))
+
+    async def _once(self, index: int, method: str, args: Sequence[Any]) -> Any:
+        try:
+            actor = await self._ready(index)
+            return await getattr(actor, method).remote(*args)
+        except Exception as err:
+            fault = plain(err)
+            if isinstance(fault, (ActorLost, Unexpected)):
+                self._drop(index)
+            raise fault from None
+
+    async def _ready(self, index: int) -> Any:
+        actor = self.actors[index]
+        if actor is None:
+            actor = self._make()
+            if self._on_new is not None:
+                try:
+                    await self._on_new(actor)
+                except BaseException:
+                    ray.kill(actor)
+                    raise
+            self.actors[index] = actor
+        return actor
+
+    def _drop(self, index: int) -> None:
+        actor, self.actors[index] = self.actors[index], None
+        if actor is not None:
+            ray.kill(actor)  # it may live still, and hold a GPU that its successor needs
 
 
 class Batcher:
-    """Collects single requests into calls of up to `limit`, one call at a time and in order."""
+    """Collects single requests into calls of up to `limit`, one call at a time and in order.
 
-    def __init__(self, actor: Any, method: str, limit: int = 32):
-        self.actor, self.method, self.limit = actor, method, limit
+    work: answers a list of requests with a list of equal length, in order.
+    """
+
+    def __init__(self, work: Callable[[list[Any]], Awaitable[Sequence[Any]]], limit: int = 32):
+        self._work, self._limit = work, limit
         self._queue: list[tuple[Any, asyncio.Future]] = []
         self._task: asyncio.Task | None = None
 
@@ -79,9 +105,9 @@ class Batcher:
     async def _drain(self) -> None:
         while self._queue:
             await asyncio.sleep(0)  # let what is ready in this turn join the batch
-            batch, self._queue = self._queue[:self.limit], self._queue[self.limit:]
+            batch, self._queue = self._queue[:self._limit], self._queue[self._limit:]
             try:
-                answers = await getattr(self.actor, self.method).remote([r for r, _ in batch])
+                answers = await self._work([r for r, _ in batch])
                 for (_, future), answer in zip(batch, answers, strict=True):
                     if not future.done():
                         future.set_result(answer)

@@ -6,13 +6,19 @@ Owns which actors exist and how a candidate passes through them, with a GPU or w
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from cluster import actors as _actors
+from cluster import local
 from cluster.pool import Batcher, Pool
 from kernelband.device import Device, Peaks
+from kernelband.errors import RunFailed
 from kernelband.evaluate import profile
 from kernelband.evaluate.compile import Compiled, Target
 from kernelband.evaluate.judgement import Judgement
@@ -23,32 +29,78 @@ from kernelband.writers import Request, Written
 
 actors: Any = _actors  # Ray adds .remote to the classes, which no type checker sees
 
+PATIENCE_S = 60.0
+"""Seconds after which a wait for actors is spoken of."""
+
+
+def target_of(device: Device, peaks: Peaks | None) -> Target:
+    """What candidates are compiled for. Raises RunFailed when a GPU that is not in the table does not answer."""
+    if peaks is not None:
+        return Target("cuda", peaks.arch, 32, peaks.max_shared_bytes,
+                      {"multi_processor_count": peaks.sms, "name": device.name})
+    # A GPU that is not in the table: ask the driver, in a process of its own so that this one stays without a context.
+    code = ("import torch,json;p=torch.cuda.get_device_properties(0);"
+            "print(json.dumps([p.major*10+p.minor,p.multi_processor_count,"
+            "getattr(p,'shared_memory_per_block_optin',49152)]))")
+    try:
+        done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)
+        arch, sms, shared = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        raise RunFailed(f"the GPU {device.name!r} did not answer within 120 s; see nvidia-smi.") from None
+    except ValueError:
+        raise RunFailed(f"the GPU {device.name!r} did not answer: {' '.join(done.stderr[-300:].split())}") from None
+    return Target("cuda", arch, 32, shared, {"multi_processor_count": sms, "name": device.name})
+
 
 class Workshop:
-    """Everything that works for one run. Make it inside a Ray session; call `open` before the rest."""
+    """Everything that works for one run. Make it inside a Ray session; call `open` before the rest.
 
-    def __init__(self, folder: RunFolder, task: LoadedTask, device: Device, peaks: Peaks | None, target: Target, *,
-                 seed: int, tried: list[str], strategies: list[str] | None, compilers: int, judges: int,
-                 compile_s: float, check_s: float):
+    tried: identities of all sources tried before. hide: folders, beside the run's own, that candidates may not see.
+    """
+
+    def __init__(self, folder: RunFolder, task: LoadedTask, device: Device, peaks: Peaks | None, *,
+                 seed: int, tried: Sequence[str], strategies: list[str] | None, compilers: int, judges: int,
+                 compile_s: float, check_s: float, hide: Sequence[Path] = ()):
         self.device, self.peaks, self.task, self.strategies = device, peaks, task, strategies
         self.measured, self.label = device.measured, device.label
+        target = target_of(device, peaks)
         roles = ("check", "timed", "held_out") if device.measured else ("timed",)
         cases = [shapes_only(task.task, c) for c in task.task.with_role(*roles)]  # type: ignore[arg-type]
-        hidden = str(folder.path.resolve())  # candidates see no file of the run: not the oracle, not each other
-        self.rewriter = actors.RewriterActor.remote(seed, tried)
-        self.writing = Batcher(self.rewriter, "write")
+        # Candidates see no file of the run: not the oracle, not each other. Workers may stand in another folder.
+        hidden = [str(p.resolve()) for p in (folder.path, *hide)]
+        cache, oracle = str(folder.cache.resolve()), str(folder.task.resolve())
+        self.tried = list(tried)
+        self.writers = Pool(lambda: actors.RewriterActor.remote(seed, list(self.tried)), 1)
+        self.writing = Batcher(self._write)
         self.compilers = Pool(lambda: actors.CompilerActor.remote(
-            str(folder.cache), task.task.entry, cases, target, compile_s, hidden), compilers)
+            cache, task.task.entry, cases, target, compile_s, hidden), compilers)
         maker = actors.GpuActor if device.measured else actors.ModelActor
         self._baseline: tuple[str, str, str | None] | None = None
         self._base_us: dict[str, float] = {}
-        self.judges = Pool(lambda: maker.remote(str(folder.task), peaks, check_s, hidden), judges,
+        self._caches: dict[str, str | None] = {}
+        self.judges = Pool(lambda: maker.remote(oracle, peaks, check_s, hidden), judges,
                            on_new=self._restore_baseline if device.measured else None)
 
-    async def open(self) -> list[str]:
-        """Wait until every actor is up; returns their warnings, each once."""
-        told = await asyncio.gather(self.compilers.each("warnings"), self.judges.each("warnings"))
+    async def open(self, say: Callable[[str], None] = lambda text: None) -> list[str]:
+        """Wait until every actor is up; returns their warnings, each once. A long wait is spoken of through `say`."""
+        groups = {"compile": self.compilers, "judge": self.judges}
+        waits = {asyncio.ensure_future(pool.each("warnings")): name for name, pool in groups.items()}
+        try:
+            done, late = await asyncio.wait(waits, timeout=PATIENCE_S, return_when=asyncio.FIRST_EXCEPTION)
+            if late and not any(w.exception() for w in done):
+                say(self._waited_for([waits[w] for w in late]))
+            told = await asyncio.gather(*waits)
+        finally:
+            for wait in waits:
+                wait.cancel()
         return sorted({text for group in told for texts in group for text in texts})
+
+    def _waited_for(self, stages: list[str]) -> str:
+        wanted = {"compile": f"{len(self.compilers.actors)} compile actors",
+                  "judge": f"{len(self.judges.actors)} " + ("GPU actors with a GPU each" if self.measured else "judges")}
+        free = ", ".join(f"{n:g} {what}" for what, n in local.free().items())
+        return (f"still waiting after {PATIENCE_S:.0f} s for {' and '.join(wanted[s] for s in sorted(stages))}; free in this "
+                f"Ray cluster: {free}. Others may be using it: ask for fewer with workers.gpus, or wait.")
 
     def queues(self) -> dict[str, int]:
         """Calls that wait, by stage."""
@@ -59,13 +111,24 @@ class Workshop:
         return {s: n for s, n in offers.items() if self.strategies is None or s in self.strategies}
 
     async def offers(self, source: str) -> dict[str, dict[str, int]]:
-        return {"rewriter": await self.rewriter.offers.remote(source)}
+        return {"rewriter": await self.writers.call("offers", source)}
 
     async def write(self, writer: str, request: Request) -> Written:
         return await self.writing.call(request)
 
+    async def _write(self, batch: list[Request]) -> list[Written]:
+        answers: list[Written] = await self.writers.call("write", batch)
+        self.tried += [w.identity for w in answers if w.identity]  # for a rewriter that takes the place of a lost one
+        return answers
+
     async def compile(self, source: str) -> Compiled:
         return await self.compilers.call("compile", source)
+
+    def without_kernel(self, compiled: Compiled) -> str:
+        """The first timed case that launches no kernel of its own where the contract allows nothing else, or ''."""
+        if tuple(self.task.task.contract.allow) != ("own",):
+            return ""
+        return next((c.name for c in self.task.task.with_role("timed") if not compiled.launches.get(c.name, 0)), "")
 
     async def baseline(self, name: str, source: str, compiled: Compiled) -> Judgement:
         """Judge the baseline on every judge (each GPU needs its own times). Returns the first failure, or the first."""
@@ -73,26 +136,38 @@ class Workshop:
             judgement = await self._model(source, compiled, False)
             self._base_us = {c: t[0] for c, t in judgement.times.items()}
             return judgement
-        self._baseline = (name, source, _text(compiled))
+        self._baseline = (name, source, self._remember(name, compiled))
         told = [Judgement(**j) for j in await self.judges.each("baseline", *self._baseline)]
         return next((j for j in told if j.kind != "measured"), told[0])
 
     async def _restore_baseline(self, actor: Any) -> None:
+        """A GPU actor that takes the place of a lost one has to time the baseline first. Raises RunFailed if it cannot."""
         if self._baseline:
-            await actor.baseline.remote(*self._baseline)
+            judgement = Judgement(**await actor.baseline.remote(*self._baseline))
+            if judgement.kind != "measured":
+                raise RunFailed(f"a new GPU actor could not judge the baseline: {judgement.kind}: {judgement.detail}")
 
     def know_baseline(self, times: Mapping[str, float]) -> None:
         """A resumed modelled run: microseconds of the baseline by case, from the journal."""
         self._base_us = dict(times)
 
-    async def judge(self, name: str, source: str, compiled: Compiled, incumbent: str, incumbent_source: str) -> Judgement:
-        if self.measured:
-            return Judgement(**await self.judges.call("judge", name, source, _text(compiled), incumbent))
-        return await self._model(source, compiled, False)
+    async def judge(self, name: str, source: str, compiled: Compiled, incumbent: str, incumbent_source: str,
+                    incumbent_log: float) -> Judgement:
+        """incumbent_log: its log speed-up over the baseline; the judge that gets this call may never have seen it."""
+        if not self.measured:
+            return await self._model(source, compiled, False)
+        if incumbent not in self._caches:  # a resumed run; the compiler's own cache makes this cheap
+            self._remember(incumbent, await self.compile(incumbent_source))
+        return Judgement(**await self.judges.call("judge", name, source, self._remember(name, compiled), incumbent,
+                                                  incumbent_source, self._caches[incumbent], incumbent_log))
+
+    def _remember(self, name: str, compiled: Compiled) -> str | None:
+        self._caches[name] = str(compiled.cache) if compiled.cache else None
+        return self._caches[name]
 
     async def final(self, name: str, source: str, compiled: Compiled) -> Judgement:
         if self.measured:
-            return Judgement(**await self.judges.call("final", name, source, _text(compiled)))
+            return Judgement(**await self.judges.call("final", name, source, self._remember(name, compiled)))
         return await self._model(source, compiled, True)
 
     async def _model(self, source: str, compiled: Compiled, held_out: bool) -> Judgement:
@@ -119,7 +194,3 @@ class Workshop:
         rows = [(judgement.times[c.name][0], *self.task.task.work(c), c.dtype)
                 for c in self.task.task.with_role("timed") if c.name in judgement.times]
         return facts, profile.timed_load(self.peaks, rows), "timed"
-
-
-def _text(compiled: Compiled) -> str | None:
-    return str(compiled.cache) if compiled.cache else None

@@ -1,4 +1,4 @@
-"""The command `kernelband`. Owns arguments, exit codes and what is printed last; does nothing itself.
+"""The command `kernelband`, a door. Owns arguments, exit codes and what is printed last; does nothing itself.
 
 Exit codes: 0 done, 1 the run failed, 2 bad usage, 130 interrupted (results so far are kept).
 """
@@ -21,7 +21,7 @@ from kernelband.errors import RunFailed, UserError
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
                   help="Make a correct GPU kernel fast: search, verify, measure.")
 
-SECRET = re.compile(r"(API_KEY|_TOKEN|SECRET|PASSWORD|CREDENTIAL)", re.IGNORECASE)
+SECRET = re.compile(r"(API_?KEY|_KEY$|_KEY_ID$|_PAT$|_TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)", re.IGNORECASE)
 KEPT = re.compile(r"^RAY_")
 """Ray's own token has to reach Ray; its workers pass nothing of it on to candidates."""
 
@@ -93,7 +93,7 @@ def verify(run: RunArgument, as_json: Json = False) -> None:
     """Check and time the winner of a run again, cold, in fresh processes. Exit 1 if anything does not hold."""
     from kernelband import api
 
-    check = api.verify(run)
+    check = api.verify(run, say=lambda text: err.print(text, markup=False, highlight=False, soft_wrap=True))
     if as_json:
         print(json.dumps({"ok": check.ok, "findings": check.findings, "speedup": check.speedup,
                           "interval": check.interval, "measured": check.measured}, allow_nan=False), flush=True)
@@ -122,10 +122,13 @@ def _without_secrets() -> None:
     candidate code must find it in no ancestor.
     """
     secret = [name for name in os.environ if SECRET.search(name) and not KEPT.match(name)]
-    if secret and os.environ.get("KERNELBAND_SCRUBBED") != "1":
+    if secret:  # none is left after the exec, so this happens once
         kept = {name: value for name, value in os.environ.items() if name not in secret}
-        kept["KERNELBAND_SCRUBBED"] = "1"
-        os.execve(sys.executable, [sys.executable, "-m", "kernelband", *sys.argv[1:]], kept)
+        # -P: the current folder is no place to import from; but `python -m` may have found us there and nowhere else.
+        home = str(Path(__file__).resolve().parents[1])
+        if not sys.flags.safe_path and sys.path[0] in ("", os.getcwd()) and home == os.getcwd():
+            kept["PYTHONPATH"] = os.pathsep.join(p for p in (home, kept.get("PYTHONPATH", "")) if p)
+        os.execve(sys.executable, [sys.executable, "-P", "-m", "kernelband", *sys.argv[1:]], kept)
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ class Config(_Part):
     policy: str = Field("kernelband", description="kernelband, random, round-robin or greedy")
     seed: int = Field(0, ge=0, lt=2**63)
     device: str | None = Field(None, description="cuda, model:h200, ...; nothing: the GPU if there is one")
-    strategies: list[str] | None = Field(None, description="only these strategies; nothing: all")
+    strategies: list[str] | None = Field(None, min_length=1, description="only these strategies; nothing: all")
     ordered: bool | None = Field(None, description="decide on outcomes in pull order (same seed, same pulls); nothing: "
                                                    "yes without a GPU, no with one")
     workers: Workers = Workers()

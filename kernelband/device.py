@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kernelband.errors import UserError, nearest
 
@@ -120,9 +120,3 @@ def peaks_of(gpu_name: str) -> Peaks | None:
     """The peaks whose kind is named in a driver's GPU name as a whole word ('NVIDIA H200' -> h200), else None."""
     words = gpu_name.lower().replace("-", " ").split()
     return next((p for name, p in KNOWN.items() if name in words), None)
-
-
-def with_measured(peaks: Peaks, copy_gbs: float, matmul_tflops: float) -> Peaks:
-    """The peaks with the copy bandwidth (GB/s) and half-precision matmul rate (TFLOP/s) of the present GPU."""
-    tensor = {**peaks.tensor_tflops, "float16": matmul_tflops, "bfloat16": matmul_tflops}
-    return replace(peaks, dram_gbs=copy_gbs, tensor_tflops=tensor)

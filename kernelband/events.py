@@ -100,7 +100,6 @@ class PullOrdered(_Event):
     parent: str
     strategy: str
     writer: str
-    seen: int = Field(description="outcomes that the decision could see")
 
 
 class PullEnded(_Event):
@@ -130,6 +129,8 @@ class Revised(_Event):
 
 
 class Resumed(_Event):
+    """A process took the run up again. An end that was an interruption (Ctrl-C) counts no more."""
+
     event: Literal["resumed"] = "resumed"
     versions: dict[str, str]
 
@@ -147,8 +148,13 @@ Event = Annotated[
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(Event)
 
 
-def parse(data: Any) -> Any:
+RETIRED = {"pull_ordered": {"seen"}}
+"""Fields that earlier versions wrote and nobody reads any more."""
+
+
+def parse(data: dict[str, Any]) -> Any:
     """The event in a decoded JSON object. Raises ValueError when it is none."""
+    data = {k: v for k, v in data.items() if k not in RETIRED.get(str(data.get("event")), ())}
     try:
         return _ADAPTER.validate_python(data)
     except ValidationError as err:

@@ -2,11 +2,13 @@
 
     best.py  results.parquet  journal.jsonl  sources/HASH.py  proof/task/{task,kernel}.py  cache/
 
-Owns names and atomic writes. The journal's content is journal.py's business.
+Owns names, atomic writes, and whose the folder is: who holds the journal's lock. The journal's content is journal.py's
+business.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from pathlib import Path
 from kernelband.candidate import content_hash
 from kernelband.errors import RunFailed, UserError
 from kernelband.journal import NAME as JOURNAL
+from kernelband.journal import Journal
 from kernelband.task import LoadedTask
 
 
@@ -39,27 +42,52 @@ class RunFolder:
         return self.path / "best.py"
 
     @classmethod
-    def create(cls, path: Path, task: LoadedTask) -> RunFolder:
-        """Make the folder. Raises UserError if it holds a run already, is a file, or cannot be written."""
-        if (path / JOURNAL).exists():
-            raise UserError(f"{path} holds a run already: continue it with `kernelband resume {path}`, or choose another "
-                            f"folder with --out.")
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(f"{path} exists and is not an empty folder; choose another with --out.")
-        folder = cls(path, not path.exists())
+    def create(cls, path: Path, task: LoadedTask) -> tuple[RunFolder, Journal]:
+        """Make the folder, and open its journal: the lock on it is what makes the folder this process's own, so that of two
+        commands with one --out the loser touches nothing. A folder whose run was killed before its first line is taken over.
+
+        Raises UserError if it holds a run already, is driven by another process, is a file, or cannot be written.
+        """
         try:
-            for part in (path / "sources", folder.task, folder.cache):
-                part.mkdir(parents=True, exist_ok=True)
-            for name in ("task.py", "kernel.py"):
-                shutil.copyfile(task.folder / name, folder.task / name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                path.mkdir()
+                made = True
+            except FileExistsError:
+                made = False
+            if not path.is_dir() or not _only_remains(path):
+                raise UserError(f"{path} exists and is not an empty folder; choose another with --out.")
+            try:
+                log = Journal(path)
+            except BaseException:
+                if made:
+                    with contextlib.suppress(OSError):  # not empty: another process was faster, and it is theirs
+                        path.rmdir()
+                raise
         except OSError as err:
-            folder.remove()
-            raise UserError(f"run folder {path} cannot be written: {err.strerror or err}. Choose another with "
-                            f"--out.") from None
-        return folder
+            raise _cannot_be_written(path, err) from None
+        folder = cls(path, made)
+        try:
+            if log.entries:
+                raise UserError(f"{path} holds a run already: continue it with `kernelband resume {path}`, or choose another "
+                                f"folder with --out.")
+            if not _only_remains(path):
+                raise UserError(f"{path} exists and is not an empty folder; choose another with --out.")
+            try:
+                for part in (path / "sources", folder.task, folder.cache):
+                    part.mkdir(parents=True, exist_ok=True)
+                for name in ("task.py", "kernel.py"):
+                    shutil.copyfile(task.folder / name, folder.task / name)
+            except OSError as err:
+                folder.remove()
+                raise _cannot_be_written(path, err) from None
+        except BaseException:
+            log.close()
+            raise
+        return folder, log
 
     def remove(self) -> None:
-        """Take away what `create` made: for input that turned out bad before the search began."""
+        """Take away what `create` made: for input that turned out bad before the search began. The lock must be held."""
         if self.made:
             shutil.rmtree(self.path, ignore_errors=True)
             return
@@ -79,7 +107,7 @@ class RunFolder:
         """The source with that hash. Raises RunFailed if it is missing or was altered."""
         path = self.path / "sources" / f"{name}.py"
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_bytes().decode("utf-8")  # no translation of line ends: the hash is that of what was written
         except (OSError, UnicodeDecodeError) as err:
             raise RunFailed(f"{path} cannot be read ({err}); the journal names it, so the folder is damaged.") from None
         if content_hash(text) != name:
@@ -90,9 +118,35 @@ class RunFolder:
         """Write a file whole or not at all. Raises RunFailed when that is not possible."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            temporary.write_text(text, encoding="utf-8")
+            with open(temporary, "wb") as file:
+                file.write(text.encode("utf-8"))
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(temporary, path)
+            _sync(path.parent)  # the journal that names this file survives a power cut, so the file must
         except OSError as err:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise RunFailed(f"{path} cannot be written: {err.strerror or err}. Earlier results are kept; make room and "
                             f"continue with `kernelband resume {self.path}`.") from None
+
+
+def _cannot_be_written(path: Path, err: OSError) -> UserError:
+    return UserError(f"run folder {path} cannot be written: {err.strerror or err}. Choose another with --out.")
+
+
+def _only_remains(path: Path) -> bool:
+    """Whether a folder holds nothing but what a run makes before its first line (or a run; the journal will tell)."""
+    if (path / JOURNAL).exists() and (path / JOURNAL).stat().st_size:
+        return True
+    names = {entry.name for entry in path.iterdir()}
+    written = (path / "sources").is_dir() and any((path / "sources").iterdir())
+    return names <= {"sources", "proof", "cache", JOURNAL} and not written
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

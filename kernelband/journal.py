@@ -35,8 +35,17 @@ class Entry:
 def _line(event: Any, time: float, previous: str) -> tuple[bytes, str]:
     body = json.dumps({"t": round(time, 3), **event.model_dump(mode="json")}, separators=(",", ":"), sort_keys=True,
                       allow_nan=False)
-    chain = hashlib.sha256((previous + body).encode()).hexdigest()[:16]
-    return (json.dumps({"chain": chain}, separators=(",", ":"))[:-1] + "," + body[1:] + "\n").encode(), chain
+    chain = _chain(previous, body)
+    return (_head(chain) + body[1:] + "\n").encode(), chain
+
+
+def _chain(previous: str, body: str) -> str:
+    """The hash of a line: over its text as it stands in the file, so that later versions of an event can still check it."""
+    return hashlib.sha256((previous + body).encode()).hexdigest()[:16]
+
+
+def _head(chain: str) -> str:
+    return '{"chain":"' + chain + '",'
 
 
 def _scan(path: Path) -> tuple[list[Entry], int]:
@@ -60,7 +69,7 @@ def _scan(path: Path) -> tuple[list[Entry], int]:
                                 f"{events.FORMAT}). Upgrade kernelband to work with this folder.")
             chain, time = data.pop("chain"), data.pop("t")
             event = events.parse(data)
-            if _line(event, time, previous)[1] != chain:
+            if _chain(previous, "{" + line.decode()[len(_head(chain)):]) != chain:
                 raise ValueError("the line does not follow from the one before it: the journal was altered")
         except (ValueError, KeyError, TypeError) as err:
             tail = raw[end + 1:] if not last else b""
@@ -84,11 +93,18 @@ def _parses(line: bytes) -> bool:
 def read(folder: Path) -> list[Entry]:
     """The entries of a run folder's journal. Raises UserError if there is none, RunFailed if it is damaged."""
     path = Path(folder) / NAME
-    if not path.is_file():
+    begun = (Path(folder) / "proof").is_dir()
+    if not path.is_file() and not begun:
         raise UserError(f"{folder} is not a run folder: it has no {NAME}.")
-    entries, _ = _scan(path)
+    try:
+        entries = _scan(path)[0] if path.is_file() else []
+    except OSError as err:
+        raise UserError(f"{path} cannot be read: {err.strerror or err}.") from None
     if not entries:
-        raise UserError(f"{path} is empty: the run ended before it began. Start it anew with `kernelband optimize`.")
+        what = "empty" if path.is_file() else "absent"
+        raise UserError(f"{folder} holds a run that was killed before it began: its journal is {what}, and nothing in it is "
+                        f"worth keeping. Start it anew with `kernelband optimize TASK --out {folder}`, which takes the folder "
+                        f"over.")
     return entries
 
 
@@ -102,16 +118,10 @@ class Journal:
     def __init__(self, folder: Path):
         """Open or create; cuts a torn tail. Raises UserError if another process drives the run or it cannot write."""
         self.path = Path(folder) / NAME
-        try:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        except OSError as err:
-            raise UserError(f"{self.path} cannot be written: {err.strerror}. Choose another folder with --out.") from None
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        self._fd = self._locked()
+        while not self._ours():  # the process that held the lock took the file away before it let go
             os.close(self._fd)
-            raise UserError(f"{folder}: another process is driving this run. Wait until it ends, or stop it with "
-                            f"Ctrl-C there.") from None
+            self._fd = self._locked()
         try:
             self.entries, good = _scan(self.path)
         except BaseException:
@@ -122,6 +132,26 @@ class Journal:
         if self.cut:
             os.ftruncate(self._fd, good)
         self._chain = self.entries[-1].chain if self.entries else ""
+
+    def _locked(self) -> int:
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as err:
+            raise UserError(f"{self.path} cannot be written: {err.strerror}. Choose another folder with --out.") from None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            raise UserError(f"{self.path.parent}: another process is driving this run. Wait until it ends, or stop it with "
+                            f"Ctrl-C there.") from None
+        return fd
+
+    def _ours(self) -> bool:
+        """Whether the file under this name is the one that is locked."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
     def append(self, event: Any, time: float) -> None:
         """Write one event. Raises RunFailed when the disk is full or gone; what was written before stays whole."""

@@ -6,7 +6,9 @@ No clock, no file, no network, no Ray, no torch. Randomness is counted: a policy
 Invariants: every pull has one order and at most one outcome (the first wins); an order names a parent that was judged
 right before it; the number of orders that cost something never exceeds the budget; a decision depends only on the
 outcomes that it was allowed to see. With lag L > 0 the decision on pull i sees exactly the outcomes of pulls up to i - L,
-whatever else has arrived: the same seed gives the same pulls. With lag 0 it sees all that has arrived.
+whatever else has arrived: the same seed gives the same pulls. When these leave no arm to pull, the decision waits until
+nothing is in flight and then sees all outcomes, which is as independent of their order. With lag 0 it sees all that has
+arrived.
 """
 
 from __future__ import annotations
@@ -16,7 +18,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kernelband.events import FREE, BaselineJudged, PullEnded, PullOrdered, Result, Revised, RunEnded, RunStarted
+from kernelband.events import (
+    FREE,
+    BaselineJudged,
+    PullEnded,
+    PullOrdered,
+    Result,
+    Resumed,
+    Revised,
+    RunEnded,
+    RunStarted,
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,6 @@ class Record:
     child: str | None = None
     gain: float | None = None
     sd: float = 0.0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -171,6 +182,8 @@ def fold(state: State, event: Any) -> State:
             state.revised[event.candidate] = event
         case RunEnded():
             state.ended = event
+        case Resumed():
+            state.ended = None
     return state
 
 
@@ -182,10 +195,13 @@ def visible(state: State, pull: int) -> dict[int, PullEnded]:
     return {n: o for n, o in state.outcomes.items() if n <= pull - lag}
 
 
-def look(state: State, pull: int) -> tuple[View, list[Record]]:
-    """What a policy sees, and is told, for its decision on `pull`. RunStarted and BaselineJudged must be folded."""
+def look(state: State, pull: int, everything: bool = False) -> tuple[View, list[Record]]:
+    """What a policy sees, and is told, for its decision on `pull`; with `everything`, whatever the lag.
+
+    RunStarted and BaselineJudged must be folded.
+    """
     assert state.start and state.baseline
-    seen = visible(state, pull)
+    seen = state.outcomes if everything else visible(state, pull)
     base = state.baseline
     parents = {base.candidate: _parent(base.candidate, base.result, 0, 0)}
     moves = {base.candidate: base.moves}
@@ -212,7 +228,7 @@ def look(state: State, pull: int) -> tuple[View, list[Record]]:
         if ended.kind == "measured" and ended.result and order.parent in parents:
             gain = ended.result.log_speedup - parents[order.parent].log_speedup
         records.append(Record(n, *key, kind=ended.kind, child=ended.candidate, gain=gain,
-                              sd=ended.result.sd if ended.result else 0.0, seconds=sum(ended.costs.values())))
+                              sd=ended.result.sd if ended.result else 0.0))
     arms = []
     for name in parents:
         for writer in state.start.writers:
@@ -230,8 +246,10 @@ def _parent(name: str, result: Result, pull: int, depth: int) -> Parent:
 
 
 def consult(state: State, policy: Policy, pull: int) -> Arm | None:
-    """Tell the policy all that it may know for this decision, then ask it. None when there is no arm left."""
+    """Tell the policy all that it may know for this decision, then ask it. None when there is no arm left (yet)."""
     sight, records = look(state, pull)
+    if not sight.arms and not state.pending:
+        sight, records = look(state, pull, everything=True)
     if not sight.arms:
         return None
     for record in records:
@@ -261,7 +279,7 @@ def decide(state: State, policy: Policy, in_flight: int) -> list[PullOrdered]:
         arm = consult(state, policy, pull)
         if arm is None:
             break
-        order = PullOrdered(pull=pull, parent=arm.parent, strategy=arm.strategy, writer=arm.writer, seen=len(seen))
+        order = PullOrdered(pull=pull, parent=arm.parent, strategy=arm.strategy, writer=arm.writer)
         fold(state, order)
         orders.append(order)
         pending += 1

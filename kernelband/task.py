@@ -20,6 +20,8 @@ from kernelband.errors import UserError, nearest
 
 Role = Literal["check", "timed", "held_out"]
 Compare = Literal["allclose", "exact", "permutation", "predicate"]
+FAMILIES = ("drawn", "offset", "spike")
+LAYOUTS = ("contiguous", "strided")
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
 
 
@@ -54,7 +56,8 @@ class Tolerance:
 
     rmse_ratio: RMS error over the honest RMS error. max_ratio: largest error over the honest largest error.
     centred: RMS error over the standard deviation of a row, asked only where the honest run itself is below a fifth
-        of it. floor_ulp: error that is always allowed, in units in the last place of the output's largest magnitude.
+        of it. floor_ulp: error that is always allowed, in units in the last place of the output's largest magnitude
+        (float64: 64 times that, see verify.DOUBLE_FLOOR).
     """
 
     rmse_ratio: float = 3.0
@@ -114,12 +117,14 @@ class Task:
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """A task with its baseline source (text) and a hash over both files, which names it in a journal."""
+    """A task with its baseline source (text) and a hash over both files, which names it in a journal. parameters: names of the
+    entry point's parameters in order, which are those of the reference and of inputs()."""
 
     task: Task
     baseline: str
     folder: Path
     digest: str
+    parameters: tuple[str, ...]
 
 
 def load(folder: str | Path) -> LoadedTask:
@@ -144,9 +149,10 @@ def load(folder: str | Path) -> LoadedTask:
             raise UserError(f"{path} cannot be read as UTF-8 text: {err}.") from None
     task = _import_task(root / "task.py")
     _check_contract(task, root / "task.py")
-    _check_entry(task, texts["kernel.py"], root / "kernel.py")
+    names = _check_entry(task, texts["kernel.py"], root / "kernel.py")
+    _check_names(task, names, root / "task.py")
     digest = hashlib.sha256("\0".join(texts[n] for n in sorted(texts)).encode()).hexdigest()[:16]
-    return LoadedTask(task, texts["kernel.py"], root.resolve(), digest)
+    return LoadedTask(task, texts["kernel.py"], root.resolve(), digest, tuple(names))
 
 
 def _import_task(path: Path) -> Task:
@@ -215,13 +221,27 @@ def _check_contract(task: Task, path: Path) -> None:
         if (out.compare == "predicate") != (out.predicate is not None):
             raise UserError(f"{where} an output with compare='predicate' needs a predicate, and only such an output "
                             f"has one.")
-    known = ("own", "vendor", "torch")
-    for who in contract.allow:
-        if who not in known:
-            raise UserError(f"{where} allow names {who!r}; {nearest(who, known)}")
+    for what, given, known in (("allow", contract.allow, ("own", "vendor", "torch")),
+                               ("families", contract.families, FAMILIES), ("layouts", contract.layouts, LAYOUTS)):
+        if isinstance(given, str):
+            raise UserError(f"{where} {what} is the text {given!r}; it must be a tuple of names, such as ({given!r},).")
+        for name in given:
+            if name not in known:
+                raise UserError(f"{where} {what} names {name!r}; {nearest(str(name), known)}")
 
 
-def _check_entry(task: Task, source: str, path: Path) -> None:
+def _check_names(task: Task, names: list[str], path: Path) -> None:
+    for what, given in (("mutates", task.contract.mutates), ("constant", task.contract.constant)):
+        if isinstance(given, str):
+            raise UserError(f"{path}: {what} is the text {given!r}; it must be a tuple of names, such as ({given!r},).")
+        for name in given:
+            if name not in names:
+                raise UserError(f"{path}: {what} names {name!r}, which is no argument of {task.entry}(); "
+                                f"{nearest(str(name), names)}")
+
+
+def _check_entry(task: Task, source: str, path: Path) -> list[str]:
+    """Names of the entry point's parameters."""
     try:
         tree = ast.parse(source)
     except SyntaxError as err:
@@ -230,25 +250,26 @@ def _check_entry(task: Task, source: str, path: Path) -> None:
     if task.entry not in functions:
         raise UserError(f"{path} has no function {task.entry!r}, which task.py names as the entry point; "
                         f"{nearest(task.entry, functions) if functions else 'it defines no function at all.'}")
-    wanted = list(inspect.signature(task.reference).parameters)
     got = parameters(functions[task.entry])
-    if got != wanted:
+    wanted = oracle_parameters(task.reference)
+    if wanted is not None and got != wanted:
         raise UserError(f"{path}: the entry point is {task.entry}({', '.join(got)}), but the reference in task.py takes "
                         f"({', '.join(wanted)}). Both must have the same parameters in the same order.")
+    return got
+
+
+def oracle_parameters(reference: Callable[..., Any]) -> list[str] | None:
+    """Names of an oracle's parameters in order, decorators seen through; None where Python cannot tell (a builtin, or a
+    wrapper that takes anything)."""
+    try:
+        found = inspect.signature(reference, follow_wrapped=True).parameters.values()
+    except (ValueError, TypeError):
+        return None
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found):
+        return None
+    return [p.name for p in found]
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:
     """Names of the positional parameters of a parsed function, in order."""
     return [a.arg for a in [*function.args.posonlyargs, *function.args.args]]
-
-
-def signature_of(source: str, entry: str) -> list[str] | None:
-    """Positional parameters of `entry` in a source text, or None if it is not there or does not parse."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name == entry:
-            return parameters(node)
-    return None

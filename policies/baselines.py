@@ -35,9 +35,12 @@ class Greedy(Table):
     def ask(self, view: View) -> Arm:
         gains: dict[str, list[float]] = {}
         for record in self.told():
-            gains.setdefault(record.strategy, []).append(max(0.0, record.gain or 0.0))
-        # An untried strategy counts as better than any tried one: otherwise the first success would end the search.
-        mean = {s: sum(g) / len(g) for s, g in gains.items()}
+            shown = gains.setdefault(record.strategy, [])
+            if record.kind is not None:
+                shown.append(max(0.0, record.gain or 0.0))
+        # An untried strategy counts as better than any tried one: otherwise the first success would end the search. One
+        # that is only in flight has shown nothing yet, good or bad, and comes after the untried ones.
+        mean = {s: sum(g) / len(g) if g else 1e8 for s, g in gains.items()}
         return min(view.arms, key=lambda a: (*_fastest(view, a)[:2], -mean.get(a.strategy, 1e9), a.strategy))
 
 

@@ -84,7 +84,8 @@ def expected_improvement(headstart: Array, mean: Array, spread: Array) -> Array:
     mu = headstart + mean
     z = mu / spread
     density = np.exp(-0.5 * z**2) / np.sqrt(2 * np.pi)
-    return mu * _normal_cdf(z) + spread * density
+    # The two terms cancel far below the incumbent, and the error of the distribution function then shows as a loss.
+    return np.maximum(0.0, mu * _normal_cdf(z) + spread * density)
 
 
 def _normal_cdf(z: Array) -> Array:

@@ -9,7 +9,7 @@ from conftest import KERNEL, TASK, command
 
 from kernelband import api, journal
 from kernelband.config import load
-from kernelband.errors import UserError
+from kernelband.errors import RunFailed, UserError
 
 
 def refuse(folder, tmp_path, told, sets=(), **flags):
@@ -26,12 +26,39 @@ def test_what_is_unknown_is_told_before_anything_starts(task, tmp_path):
     refuse(folder, tmp_path, "unknown policy 'kernelbnd'; did you mean 'kernelband'", policy="kernelbnd")
     refuse(folder, tmp_path, "unknown device 'model:h20'; did you mean 'model:h200'", device="model:h20")
     refuse(folder, tmp_path, "unknown strategy 'tilling'; did you mean 'tiling'", sets=["strategies=[tilling]"])
+    refuse(folder, tmp_path, "strategies", sets=["strategies=[]"])
 
 
 def test_a_task_that_raises_or_wobbles_is_told(task, tmp_path):
     refuse(task(task="import nothing_of_that_name\n"), tmp_path, "ModuleNotFoundError")
     refuse(task(task=TASK.replace("return x * s + 1", "return x * s + torch.rand_like(x)")), tmp_path, "not deterministic")
     refuse(task(task=TASK.replace('{"x": x.to', '{"y": x.to')), tmp_path, "names and order must agree")
+
+
+@pytest.mark.parametrize("work, told", [
+    ("8 * case.params['n']", "two finite numbers"), ("(0, 5)", "bytes above 0"), ("(8, -1)", "flops not below"),
+    ("(float('nan'), 1)", "two finite numbers"), ("('8', 1)", "two finite numbers"), ("(1, 2, 3)", "two finite numbers"),
+    ("(case.params['m'], 1)", r"work\(\) raised KeyError"),
+])
+def test_work_that_is_not_two_numbers_is_told(task, tmp_path, work, told):
+    text = TASK.replace("(8 * case.params[\"n\"], 2 * case.params[\"n\"])", work)
+    assert text != TASK
+    refuse(task(task=text), tmp_path, told)
+
+
+def test_an_oracle_that_fails_on_another_family_is_told_before_ray_starts(task, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    text = TASK.replace("    return x * s + 1", "    if x.abs().max() > 12: raise ValueError('too large')\n    return x * s + 1")
+    refuse(task(task=text), tmp_path, "the reference raised ValueError: too large")
+
+
+def test_a_decorated_oracle_passes_the_checks(task, tmp_path, monkeypatch):
+    """It gets as far as Ray, which is not there."""
+    monkeypatch.setattr("ray.init", lambda **options: (_ for _ in ()).throw(ConnectionError()))
+    text = TASK.replace("def reference", "@torch.no_grad()\ndef reference")
+    with pytest.raises(RunFailed, match=r"Ray could not be .*ConnectionError"):
+        api.optimize(task(task=text), load(None, [], {"device": "model:h200"}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_gpu_that_is_not_there_is_told(task, tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,11 +127,45 @@ def test_verify_holds_and_sees_what_was_altered(finished, ray_address):
 def test_a_finished_run_is_not_run_again(finished):
     base, said = finished
     before = (base / "run" / journal.NAME).read_bytes()
-    done = command("resume", base / "run", "--json")
+    # It needs no Ray (there is none at that address) and no device.
+    done = command("resume", base / "run", "--json", RAY_ADDRESS="127.0.0.1:1")
     assert done.returncode == 0 and json.loads(done.stdout)["best"] == said["best"]
     assert (base / "run" / journal.NAME).read_bytes() == before
     done = command("optimize", base / "task", "--device", "model:h200", "--out", base / "run")
     assert done.returncode == 2 and "resume" in done.stderr
+
+
+def test_verify_sees_an_order_that_does_not_follow(finished):
+    """A journal with whole chains, in which one order was exchanged: it could not have been decided so."""
+    base, _ = finished
+    forged = base / "forged"
+    shutil.copytree(base / "run", forged)
+    events = [e.event for e in journal.read(forged)]
+    at = next(i for i, e in enumerate(events) if isinstance(e, PullOrdered) and e.pull == 3)
+    moves = events[1].moves["rewriter"]
+    other = next(s for s in moves if s != events[at].strategy)
+    events[at] = events[at].model_copy(update={"parent": events[1].candidate, "strategy": other})
+    (forged / journal.NAME).unlink()
+    with journal.Journal(forged) as log:
+        for event in events:
+            log.append(event, 1.0)
+    done = command("verify", forged)
+    assert done.returncode == 1 and "contradicts itself: pull 3" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_run_that_cannot_be_written_is_verified_all_the_same(finished, tmp_path, ray_address):
+    base, _ = finished
+    place = tmp_path / "seen"
+    place.mkdir()
+    bind = ["mount", "--bind", str(base / "run"), str(place)]
+    if subprocess.run(bind, capture_output=True).returncode:
+        pytest.skip("may not bind a folder here")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(place)], check=True)
+        done = command("verify", place, address=ray_address)
+        assert done.returncode == 0 and "holds" in done.stdout, done.stdout + done.stderr
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
 
 
 def kill_and_resume(task, out, address, kills, pulls=10):
@@ -137,8 +173,6 @@ def kill_and_resume(task, out, address, kills, pulls=10):
     import random
 
     rng = random.Random(kills)
-    import os
-
     env = {**os.environ, "RAY_ADDRESS": address}
     arguments = ["optimize", str(task), "--device", "model:h200", "--pulls", str(pulls), "--out", str(out)]
     for _ in range(kills):
@@ -177,8 +211,6 @@ def test_ten_kills_lose_nothing_and_repeat_nothing(task, tmp_path, ray_address):
 
 
 def test_a_run_that_is_driven_is_left_alone_and_ctrl_c_keeps_the_best(task, tmp_path, ray_address):
-    import os
-
     out = tmp_path / "run"
     process = subprocess.Popen(
         [sys.executable, "-m", "kernelband", "optimize", str(task()), "--device", "model:h200", "--pulls", "500", "--out",
@@ -196,6 +228,19 @@ def test_a_run_that_is_driven_is_left_alone_and_ctrl_c_keeps_the_best(task, tmp_
     said = json.loads(stdout.splitlines()[-1])
     assert said["best"] and (out / "best.py").is_file()
     sound(out)
+    # It can be taken up again, and a second Ctrl-C leaves at once with the same exit code.
+    ended = len(state_of(out).outcomes)
+    process = subprocess.Popen([sys.executable, "-m", "kernelband", "resume", str(out)], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, env={**os.environ, "RAY_ADDRESS": ray_address})
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and len(state_of(out).outcomes) <= ended:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130 and "Traceback" not in stderr, stderr
+    assert len(state_of(out).outcomes) > ended
 
 
 def test_a_time_budget_ends_the_search(task, tmp_path, ray_address):
@@ -205,3 +250,17 @@ def test_a_time_budget_ends_the_search(task, tmp_path, ray_address):
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["pulls"] < 500 and said["device"] == "model:a100"
     assert state_of(tmp_path / "run").ended.reason == "the time budget is spent"
+
+
+def test_packages_where_the_user_stands_do_not_hide_ours_from_workers(task, tmp_path):
+    """With a Ray of the command's own, from a folder that has a package `cluster`, and with --out relative to it."""
+    for name in ("cluster", "policies"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('not ours')\n")
+    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"HF_TOKEN": "SECRET-VALUE"}
+    code = "import sys; sys.argv[0] = 'kernelband'\nfrom kernelband import cli; cli.main()"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, "optimize", str(task()), "--device", "model:h200", "--pulls", "1", "--out", "run",
+         "--json"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["pulls"] == 1 and (tmp_path / "run" / "best.py").is_file()

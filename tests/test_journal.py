@@ -93,12 +93,49 @@ def test_a_newer_format_is_refused(tmp_path):
         journal.read(tmp_path)
 
 
+def test_a_journal_of_an_earlier_version_is_read_and_its_chain_still_checked(tmp_path):
+    """`seen` was a field of an order once."""
+    import hashlib
+
+    lines, previous = [], ""
+    for event in EVENTS[:4]:
+        data = {"t": 1.0, **event.model_dump(mode="json")} | ({"seen": 3} if event.event == "pull_ordered" else {})
+        body = json.dumps(data, separators=(",", ":"), sort_keys=True)
+        previous = hashlib.sha256((previous + body).encode()).hexdigest()[:16]
+        lines.append('{"chain":"' + previous + '",' + body[1:] + "\n")
+    (tmp_path / journal.NAME).write_text("".join(lines))
+    assert '"seen":3' in lines[2] and [e.event for e in journal.read(tmp_path)] == EVENTS[:4]
+    (tmp_path / journal.NAME).write_text("".join(lines).replace('"seen":3', '"seen":4', 1))
+    with pytest.raises(RunFailed, match=r"line 3.*altered"):
+        journal.read(tmp_path)
+
+
 def test_no_journal_and_an_empty_one(tmp_path):
     with pytest.raises(UserError, match="not a run folder"):
         journal.read(tmp_path)
     (tmp_path / journal.NAME).touch()
-    with pytest.raises(UserError, match="empty"):
+    with pytest.raises(UserError, match=r"empty.*takes the folder over"):
         journal.read(tmp_path)
+    (tmp_path / journal.NAME).unlink()
+    (tmp_path / "proof").mkdir()
+    with pytest.raises(UserError, match=r"absent.*takes the folder over"):
+        journal.read(tmp_path)
+
+
+def test_a_journal_that_its_owner_took_away_is_not_taken_for_ours(tmp_path, monkeypatch):
+    """Between opening and locking, the owner removed the folder and another process made it anew."""
+    real, moved = journal.fcntl.flock, []
+
+    def flock(fd, how):
+        real(fd, how)
+        if not moved:
+            moved.append(True)
+            (tmp_path / journal.NAME).unlink()
+
+    monkeypatch.setattr(journal.fcntl, "flock", flock)
+    with journal.Journal(tmp_path) as log:
+        log.append(EVENTS[0], 1.0)
+    assert len(journal.read(tmp_path)) == 1
 
 
 def test_a_second_driver_is_refused_and_a_dead_one_is_not_in_the_way(tmp_path):

@@ -60,7 +60,7 @@ def test_the_header_is_the_same_after_the_journal_was_read_back(tmp_path):
     times = {c: CaseTime(us=u, low=u, high=u, samples=1) for c, u in (("z", 3.0), ("a", 5.0), ("m", 4.0))}
     result = Result(times=times, log_speedup=0.3, low=0.2, high=0.4, sd=0.05, level="final")
     base = runs.baseline().model_copy(update={"result": result})
-    events = [runs.start(), base, PullOrdered(pull=1, parent="base", strategy="tiling", writer="rewriter", seen=0),
+    events = [runs.start(), base, PullOrdered(pull=1, parent="base", strategy="tiling", writer="rewriter"),
               PullEnded(pull=1, kind="measured", candidate="c", result=result, description="BLOCK 1 -> 2"),
               RunEnded(best="c", reason="x", seconds=1.0)]
     state = State()
@@ -77,8 +77,7 @@ def test_the_header_is_the_same_after_the_journal_was_read_back(tmp_path):
 
 def test_a_modelled_gain_under_ten_per_cent_is_called_none():
     state = State()
-    for event in (runs.start(), runs.baseline(), PullOrdered(pull=1, parent="base", strategy="tiling", writer="rewriter",
-                                                             seen=0),
+    for event in (runs.start(), runs.baseline(), PullOrdered(pull=1, parent="base", strategy="tiling", writer="rewriter"),
                   PullEnded(pull=1, kind="measured", candidate="c", result=runs.result(0.05)),
                   RunEnded(best="c", reason="x", seconds=1.0)):
         fold(state, event)

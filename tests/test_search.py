@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernelband import search
-from kernelband.events import PullEnded, PullOrdered, Revised
+from kernelband.events import PullEnded, PullOrdered, Resumed, Revised, RunEnded
 from kernelband.search import State, fold
 from policies import MAKERS, make
 
@@ -37,7 +37,7 @@ def test_a_search_keeps_its_invariants(policy, seed, world, pulls, lag, in_fligh
     assert set(state.outcomes) == set(state.orders)
     assert state.counted() <= pulls
     assert all(o.parent == "base" or o.parent in state.made_by for o in orders(events))
-    assert state.counted() == pulls or not search.look(state, len(state.orders) + 1)[0].arms or lag
+    assert state.counted() == pulls or not search.look(state, len(state.orders) + 1, everything=True)[0].arms
     assert search.contradiction(events, make(policy)) is None
 
 
@@ -79,8 +79,7 @@ def test_a_run_cut_anywhere_and_continued_contradicts_nothing(policy, lag, cut, 
 
 
 def test_the_first_outcome_of_a_pull_wins():
-    state = state_of([runs.start(), runs.baseline(), PullOrdered(pull=1, parent="base", strategy="tiling", writer="rewriter",
-                                                                 seen=0)])
+    state = state_of([runs.start(), runs.baseline(), PullOrdered(pull=1, parent="base", strategy="tiling", writer="rewriter")])
     fold(state, PullEnded(pull=1, kind="wrong"))
     fold(state, PullEnded(pull=1, kind="measured", candidate="x", result=runs.result(9.0)))
     assert state.outcomes[1].kind == "wrong" and state.ranking() == ["base"]
@@ -95,7 +94,7 @@ def test_an_outcome_without_an_order_is_ignored():
 def test_a_revision_replaces_the_result_and_a_fall_removes_it():
     state = state_of([runs.start(), runs.baseline()])
     for n, log in ((1, 0.5), (2, 0.4)):
-        fold(state, PullOrdered(pull=n, parent="base", strategy="tiling", writer="rewriter", seen=0))
+        fold(state, PullOrdered(pull=n, parent="base", strategy="tiling", writer="rewriter"))
         fold(state, PullEnded(pull=n, kind="measured", candidate=f"c{n}", result=runs.result(log)))
     assert state.ranking() == ["c1", "c2", "base"]
     fold(state, Revised(candidate="c1", ok=True, result=runs.result(0.1)))
@@ -106,10 +105,10 @@ def test_a_revision_replaces_the_result_and_a_fall_removes_it():
 
 def test_an_arm_with_nothing_left_is_not_offered():
     state = state_of([runs.start(), runs.baseline(moves=1)])
-    fold(state, PullOrdered(pull=1, parent="base", strategy="tiling", writer="rewriter", seen=0))
+    fold(state, PullOrdered(pull=1, parent="base", strategy="tiling", writer="rewriter"))
     assert {a.strategy for a in search.look(state, 2)[0].arms} == {"pipeline", "vectorization"}
-    fold(state, PullOrdered(pull=2, parent="base", strategy="pipeline", writer="rewriter", seen=0))
-    fold(state, PullOrdered(pull=3, parent="base", strategy="vectorization", writer="rewriter", seen=0))
+    fold(state, PullOrdered(pull=2, parent="base", strategy="pipeline", writer="rewriter"))
+    fold(state, PullOrdered(pull=3, parent="base", strategy="vectorization", writer="rewriter"))
     assert search.decide(state, make("random"), 10) == []
 
 
@@ -149,3 +148,27 @@ def test_telling_twice_or_in_another_order_changes_nothing(policy):
     for record in [*reversed(records), *records]:
         two.tell(record)
     assert one.ask(sight) == two.ask(sight)
+
+
+def test_a_lag_ends_no_search_while_a_late_child_can_still_be_rewritten():
+    """The only arm's child is not visible to the next decision; the search waits for it and goes on, whatever arrives when."""
+    events = [runs.start(pulls=4, lag=3), runs.baseline(moves=0).model_copy(update={"moves": {"rewriter": {"tiling": 1}}})]
+    state = state_of(events)
+    for n in range(1, 5):
+        given_ = search.decide(state, make("random"), 3)
+        assert [o.pull for o in given_] == [n]
+        events += given_
+        ended = PullEnded(pull=n, kind="measured", candidate=f"c{n}", identity=f"c{n}", result=runs.result(0.1 * n),
+                          moves={"rewriter": {"tiling": 1}})
+        events.append(ended)
+        fold(state, ended)
+    assert search.contradiction(events, make("random")) is None
+    early = [events[0], events[1], events[2], events[4], events[3]]  # the second order before the first outcome
+    assert "no arm was left" in (search.contradiction(early, make("random")) or "")
+
+
+def test_a_run_that_was_interrupted_goes_on_when_it_is_resumed():
+    state = state_of([runs.start(pulls=5), runs.baseline(), RunEnded(best="base", reason="interrupted", seconds=1.0)])
+    assert search.decide(state, make("random"), 2) == []
+    fold(state, Resumed(versions={}))
+    assert state.ended is None and len(search.decide(state, make("random"), 2)) == 2

@@ -9,7 +9,7 @@ from conftest import KERNEL, TASK
 from kernelband.errors import UserError
 from kernelband.evaluate import verify
 from kernelband.evaluate.specs import describe, extent, shapes_only
-from kernelband.task import Case, Contract, Output, load
+from kernelband.task import Case, Contract, Output, load, oracle_parameters
 
 
 def test_a_sound_task_loads_without_importing_its_kernel(task):
@@ -37,6 +37,11 @@ def test_the_digest_follows_both_files(task):
     (("contract=Contract(", "contract=Contract(direction='backward', "), "not supported yet"),
     (("contract=Contract(", "contract=Contract(allow=('cuda',), "), "allow names 'cuda'"),
     (('dtypes=("float32",)', 'dtypes=("float32", "fp16")'), "unknown dtype 'fp16'"),
+    (("contract=Contract(", "contract=Contract(families=('drawn', 'spikes'), "), "families names 'spikes'; did you mean 'spike'"),
+    (("contract=Contract(", "contract=Contract(layouts=('contigous',), "), "did you mean 'contiguous'"),
+    (("contract=Contract(", "contract=Contract(constant=('weight',), "), "constant names 'weight', which is no argument"),
+    (("contract=Contract(", "contract=Contract(mutates=('y',), "), "mutates names 'y', which is no argument"),
+    (("contract=Contract(", "contract=Contract(constant='x', "), "must be a tuple"),
 ])
 def test_a_bad_task_file_is_told(task, change, told):
     with pytest.raises(UserError, match=told) as caught:
@@ -66,6 +71,18 @@ def test_an_output_that_is_not_mutated_is_told(task):
         "import Case,", "import Case, Output,")
     with pytest.raises(UserError, match="not among mutates"):
         load(task(task=text))
+
+
+@pytest.mark.parametrize("reference, names", [
+    ("@torch.no_grad()\ndef reference(x, s):\n    y = x * s\n    return y + 1\n", ["x", "s"]),
+    ("def anything(*args):\n    return args[0] * args[1] + 1\nreference = anything\n", None),
+    ("reference = torch.mul\n", None),
+])
+def test_an_oracle_may_be_decorated_or_a_builtin(task, reference, names):
+    text = TASK.replace("def reference(x, s):\n    return x * s + 1\n", reference)
+    assert text != TASK
+    loaded = load(task(task=text))
+    assert loaded.parameters == ("x", "s") and oracle_parameters(loaded.task.reference) == names
 
 
 def test_shapes_are_known_without_drawing_the_data(task):
@@ -190,3 +207,98 @@ def test_families_differ_and_secrets_do_too(family):
     one, two, again = (verify.draw(task, case, seed, family, "cpu")["x"] for seed in (1, 2, 1))
     assert torch.equal(one, again) and not torch.equal(one, two)
     assert family == "drawn" or not torch.equal(one, verify.draw(task, case, 1, "drawn", "cpu")["x"])
+
+
+def drawn(make, family, **contract):
+    from kernelband.task import Task
+
+    task = Task("t", "f", lambda x: x, lambda c, g: {"x": make(g)}, (Case("c", "check", "float32"),), Contract(**contract))
+    return verify.draw(task, task.cases[0], 3, family, "cpu")["x"], make(torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("family", ["offset", "spike"])
+@pytest.mark.parametrize("make", [
+    lambda g: torch.randn(6, 10, generator=g)[:, ::2], lambda g: torch.randn(6, 5, generator=g).T,
+    lambda g: torch.randn(4, 3, 5, generator=g).permute(2, 0, 1)[1:],
+])
+def test_other_families_keep_the_strides(family, make):
+    changed, before = drawn(make, family)
+    assert changed.stride() == before.stride() and changed.shape == before.shape
+    differ = int((changed != before).sum())
+    assert differ == 1 if family == "spike" else differ > 1
+    if family == "spike":
+        assert float(changed.abs().max()) == 8 * float(before.abs().max())
+
+
+@pytest.mark.parametrize("family", ["offset", "spike"])
+def test_a_tensor_whose_elements_share_memory_stays_as_drawn(family):
+    for make in (lambda g: torch.randn(1, 5, generator=g).expand(4, 5),
+                 lambda g: torch.randn(12, generator=g).as_strided((4, 3), (2, 1))):
+        changed, before = drawn(make, family)
+        assert changed.stride() == before.stride() and torch.equal(changed, before)
+
+
+@pytest.mark.parametrize("family", ["offset", "spike"])
+def test_other_families_do_not_overflow_the_dtype(family):
+    changed, _ = drawn(lambda g: (torch.randn(50, generator=g) * 2e4).half(), family)
+    assert bool(torch.isfinite(changed).all())
+    masked = lambda g: torch.where(torch.rand(50, generator=g) > 0.5, torch.ones(50), torch.tensor(-torch.inf))  # noqa: E731
+    changed, before = drawn(masked, family)
+    assert int(torch.isinf(changed).sum()) in (int(torch.isinf(before).sum()), int(torch.isinf(before).sum()) - 1)
+    assert float(changed[torch.isfinite(changed)].abs().max()) <= 8
+
+
+def test_garbage_where_only_the_honest_run_overflows_fails():
+    task, right = truths("float16", 4, 64, scale=60.0, reference=lambda x: (x * x).sum(-1, keepdim=True) / x.abs().max() + x)
+    honest, exact = right.honest[0].clone(), right.exact[0]
+    honest[0] = torch.inf  # as an honest run in half precision gives where a sum overflows
+    right = verify.Truth(right.inputs, [exact], [honest])
+    good = exact.half()
+    assert bool(torch.isfinite(good).all()) and verdict(task, right, good).ok
+    for garbage in (0.0, 1.0, torch.inf, torch.nan):
+        bad = good.clone()
+        bad[0] = garbage
+        assert not verdict(task, right, bad).ok, garbage
+
+
+def test_at_the_brink_of_the_dtype_honest_work_falls_on_either_side():
+    task, _ = truths("float16", 1, 4)
+    exact = torch.tensor([[65503.0, 65600.0, 1.0, 2.0]], dtype=torch.float64)
+    honest = torch.tensor([[torch.inf, 65504.0, 1.0, 2.0]]).half()
+    right = verify.Truth({}, [exact], [honest])
+    for row in ([torch.inf, torch.inf, 1.0, 2.0], [65504.0, 65504.0, 1.0, 2.0], [torch.inf, 65504.0, 1.0, 2.0]):
+        assert verdict(task, right, torch.tensor([row]).half()).ok
+    for row in ([-torch.inf, torch.inf, 1.0, 2.0], [65504.0, 0.0, 1.0, 2.0], [0.0, torch.inf, 1.0, 2.0]):
+        assert not verdict(task, right, torch.tensor([row]).half()).ok
+
+
+def test_another_order_of_summation_passes_in_float64_and_float32_work_does_not():
+    from kernelband.task import Task
+
+    k = 4096
+    task = Task("t", "f", lambda a, b: a @ b,
+                lambda c, g: {"a": torch.randn(32, k, generator=g).double(), "b": torch.randn(k, 32, generator=g).double()},
+                (Case("c", "check", "float64"),), Contract(dtypes=("float64",)))
+    right = verify.truth(task, task.cases[0], verify.draw(task, task.cases[0], 1, "drawn", "cpu"))
+    a, b = right.inputs["a"], right.inputs["b"]
+    blocked = sum(a[:, i:i + 16] @ b[i:i + 16] for i in range(0, k, 16))
+    assert not torch.equal(blocked, right.exact[0]) and verdict(task, right, blocked).ok
+    assert not verdict(task, right, (a.float() @ b.float()).double()).ok
+    assert not verdict(task, right, blocked * (1 + 1e-12)).ok
+
+
+def test_exact_outputs_may_hold_nan_where_the_oracle_does():
+    x = torch.tensor([[1.0, torch.nan, -0.0]])
+    right = verify.Truth({"x": x}, [x.double()], [x])
+    judge = lambda got: verify.judge(right, [got], SAID, Contract(outputs=(Output(compare="exact"),)))  # noqa: E731
+    assert judge(x.clone()).ok and judge(torch.tensor([[1.0, -torch.nan, -0.0]])).ok
+    assert "(0, 0)" in judge(torch.tensor([[torch.nan, torch.nan, -0.0]])).detail
+    assert not judge(torch.tensor([[1.0, 0.0, -0.0]])).ok and not judge(torch.tensor([[1.0, torch.nan, 0.0]])).ok
+
+
+def test_the_oracle_runs_without_shortcuts_in_precision_and_leaves_the_switches_as_they_were():
+    matmul, seen = torch.backends.cuda.matmul, []
+    names = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    before = [getattr(matmul, n) for n in names]
+    truths(reference=lambda x: seen.append([getattr(matmul, n) for n in names]) or x * 2)
+    assert seen and all(s == [False] * 3 for s in seen) and [getattr(matmul, n) for n in names] == before

@@ -32,7 +32,15 @@ class Rewriter:
         return counts
 
     def write(self, request: Request) -> Written:
+        """A child for the request. A rule that raises fails this request only, and says so."""
         started = time.monotonic()
+        try:
+            return self._write(request, started)
+        except Exception as err:
+            return Written(request.pull, "write_failed", detail=f"a rule raised {type(err).__name__}: {err}"[:500],
+                           seconds=time.monotonic() - started)
+
+    def _write(self, request: Request, started: float) -> Written:
         known = moves(request.source, request.strategy)
         for move in sorted(known, key=lambda m: self._rank(request, m)):
             name = identity(move.source)
