@@ -14,18 +14,24 @@ import ray
 
 from kernelband.writers import Request, Written
 from kernelband.writers.mechanical import Rewriter
+from kernelband.writers.rewriter import reasons
 
 remote: Any = ray.remote  # its type stubs know neither max_concurrency nor keywords that depend on others
 
 
-class _Warned:
+class _Judging:
     """Collects warnings of the plain class inside, for the driver to show."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.inner: Any = None
 
     def warnings(self) -> list[str]:
         return self.texts
+
+    def close(self) -> None:
+        """End the children and remove their folders. The actor is of no use afterwards."""
+        self.inner.close()
 
 
 @remote(num_cpus=0, max_concurrency=1)
@@ -36,12 +42,15 @@ class RewriterActor:
     def offers(self, source: str) -> dict[str, int]:
         return self.writer.offers(source)
 
+    def reasons(self, source: str) -> dict[str, str]:
+        return reasons(source)
+
     def write(self, batch: list[Request]) -> list[Written]:
         return [self.writer.write(request) for request in batch]
 
 
 @remote(num_cpus=0, max_concurrency=1)
-class CompilerActor(_Warned):
+class CompilerActor(_Judging):
     def __init__(self, cache: str, entry: str, cases: list, target: Any, timeout_s: float, hide: list[str]):
         super().__init__()
         from kernelband.evaluate.compile import Compiler
@@ -49,14 +58,14 @@ class CompilerActor(_Warned):
 
         protect_this_process()
         self.entry, self.cases, self.target = entry, cases, target
-        self.compiler = Compiler(Path(cache), timeout_s=timeout_s, warn=self.texts.append, hide=hide)
+        self.inner = Compiler(Path(cache), timeout_s=timeout_s, warn=self.texts.append, hide=hide)
 
     def compile(self, source: str) -> Any:
-        return self.compiler.compile(source, self.entry, self.cases, self.target)
+        return self.inner.compile(source, self.entry, self.cases, self.target)
 
 
 @remote(num_cpus=0, max_concurrency=1)
-class ModelActor(_Warned):
+class ModelActor(_Judging):
     """Judges without a GPU: the interpreter for correctness, the modelled device for latency."""
 
     def __init__(self, task_folder: str, peaks: Any, timeout_s: float, hide: list[str]):
@@ -69,15 +78,15 @@ class ModelActor(_Warned):
 
         protect_this_process()
         torch.set_num_threads(1)
-        self.judge_ = ModelledJudge(load(task_folder).task, peaks, timeout_s=timeout_s, hide=hide,
+        self.inner = ModelledJudge(load(task_folder).task, peaks, timeout_s=timeout_s, hide=hide,
                                     warn=self.texts.append)
 
     def judge(self, source: str, facts: dict, held_out: bool) -> dict[str, Any]:
-        return asdict(self.judge_.judge(source, facts, held_out))
+        return asdict(self.inner.judge(source, facts, held_out))
 
 
 @remote(num_cpus=1, num_gpus=1, max_concurrency=1)
-class GpuActor(_Warned):
+class GpuActor(_Judging):
     """Owns one GPU: checks and times candidates there."""
 
     def __init__(self, task_folder: str, peaks: Any, timeout_s: float, hide: list[str]):
@@ -87,19 +96,19 @@ class GpuActor(_Warned):
         from kernelband.task import load
 
         protect_this_process()
-        self.supervisor = Supervisor(load(task_folder).task, peaks, timeout_s=timeout_s, hide=hide,
+        self.inner = Supervisor(load(task_folder).task, peaks, timeout_s=timeout_s, hide=hide,
                                      warn=self.texts.append)
 
     def baseline(self, name: str, source: str, cache: str | None) -> dict[str, Any]:
-        return asdict(self.supervisor.set_baseline(name, source, _path(cache)))
+        return asdict(self.inner.set_baseline(name, source, _path(cache)))
 
     def judge(self, name: str, source: str, cache: str | None, incumbent: str, incumbent_source: str,
               incumbent_cache: str | None, incumbent_log: float) -> dict[str, Any]:
-        return asdict(self.supervisor.judge(name, source, _path(cache), incumbent, incumbent_source, _path(incumbent_cache),
+        return asdict(self.inner.judge(name, source, _path(cache), incumbent, incumbent_source, _path(incumbent_cache),
                                             incumbent_log))
 
     def final(self, name: str, source: str, cache: str | None) -> dict[str, Any]:
-        return asdict(self.supervisor.final(name, source, _path(cache)))
+        return asdict(self.inner.final(name, source, _path(cache)))
 
 
 def _path(text: str | None) -> Path | None:

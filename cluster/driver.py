@@ -75,6 +75,7 @@ class Driver:
         self.shop, self.view, self.status, self.in_flight, self.clock = shop, view, status, in_flight, clock
         self.tasks: dict[int, asyncio.Task] = {}
         self.stopping = ""
+        self.dry = ""
         self.sources: dict[str, str] = {}
         self.infra = 0
 
@@ -111,6 +112,9 @@ class Driver:
         judgement.level = "baseline"
         facts, load, rung = self.shop.profile(compiled, judgement)
         offers = {w: self.shop.allowed(o) for w, o in (await self.shop.offers(source)).items()}
+        if not any(offers.values()):
+            self.dry = "no rule applies: " + _line(await self.shop.reasons(source))
+            self.view.say(f"Nothing to try: {self.dry}")
         self.record(BaselineJudged(candidate=name, result=result_from(judgement, facts, load, rung), moves=offers))
 
     async def restore_baseline(self) -> None:
@@ -202,7 +206,6 @@ class Driver:
         self.status.stage = "searching"
         for order in self.state.pending:  # a resumed run: ordered before, and without an outcome
             self.tasks[order.pull] = asyncio.create_task(self._perform(order))
-        ticker = asyncio.create_task(self._tick())
         try:
             while True:
                 self._order()
@@ -213,7 +216,6 @@ class Driver:
                     task.result()  # a fault of the run itself ends it
                 self.tasks = {n: t for n, t in self.tasks.items() if not t.done()}
         finally:
-            ticker.cancel()
             for task in self.tasks.values():
                 task.cancel()
             await asyncio.gather(*self.tasks.values(), return_exceptions=True)
@@ -228,21 +230,26 @@ class Driver:
             self.journal.append(order, self.clock())
             self.tasks[order.pull] = asyncio.create_task(self._perform(order))
 
-    async def _tick(self) -> None:
-        """Refresh the view a few times a second; make the journal durable once a second; watch the time budget."""
+    async def tick(self) -> None:
+        """Refresh the view a few times a second and make the journal durable once a second, until cancelled."""
         beat = 0
         while True:
             await asyncio.sleep(0.25)
             beat += 1
             if beat % 4 == 0:
-                self.journal.sync()
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(OSError):  # the next write will say so
+                    self.journal.sync()
+                with contextlib.suppress(AssertionError):  # before the baseline is judged there is nothing to look at
                     sight, records = search.look(self.state, len(self.state.orders) + 1)
                     for record in records:
                         self.policy.tell(record)
                     self.status.arms = self.policy.explain(sight)
             self.status.queues = self.shop.queues()
             self.view.refresh(self.state, self.status)
+
+    def _gain(self, result: Result) -> bool:
+        """Whether a final result is one to hand over: rewritten code that is not faster is only other code."""
+        return result.low > 0 if self.shop.measured else result.log_speedup > 0.01
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -291,7 +298,13 @@ class Driver:
                 self.record(Revised(candidate=best, ok=False, detail=f"{judgement.kind}: {judgement.detail}"))
         else:
             best = next((n for n in self.state.ranking() if n in self.state.revised), self.state.baseline.candidate)
-        reason = self.stopping or ("the budget is spent" if self.state.start and self.state.counted()
-                                   >= self.state.start.pulls else "nothing is left to try")
+        result = self.state.result_of(best)
+        if result is None or not self._gain(result):
+            best = self.state.baseline.candidate
+        assert self.state.start
+        if self.state.counted() >= self.state.start.pulls and not self.state.pending:
+            reason = "the budget is spent"
+        else:
+            reason = self.stopping or "nothing is left to try" + (f" ({self.dry})" if self.dry else "")
         self.record(RunEnded(best=best, reason=reason, seconds=round(self.status.elapsed(), 3)))
         self.journal.sync()

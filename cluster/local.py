@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,8 @@ def session(address: str | None) -> Iterator[None]:
     options: dict = {"logging_level": logging.ERROR, "log_to_driver": False}
     if where == "local":
         options |= {"include_dashboard": False, "object_store_memory": 256 * 2**20}
+    else:
+        _reach(where)
     try:
         # Ray puts this folder before all others on the workers' import path: let it be our own and not where the user
         # happens to stand, whose files might hide packages that we need.
@@ -63,6 +66,17 @@ def session(address: str | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _reach(where: str) -> None:
+    """Raises RunFailed at once when nothing listens at HOST:PORT; Ray itself would try for minutes."""
+    host, colon, port = where.removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        except OSError as err:
+            raise RunFailed(f"no Ray answers at {where}: {err.strerror or err}. Start one with `ray start --head`, or leave "
+                            f"the address out for a Ray of our own.") from None
 
 
 def gpu_count() -> int:

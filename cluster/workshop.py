@@ -6,6 +6,7 @@ Owns which actors exist and how a candidate passes through them, with a GPU or w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import subprocess
@@ -29,6 +30,7 @@ from kernelband.writers import Request, Written
 
 actors: Any = _actors  # Ray adds .remote to the classes, which no type checker sees
 
+CLOSE_S = 15.0
 PATIENCE_S = 60.0
 """Seconds after which a wait for actors is spoken of."""
 
@@ -109,6 +111,17 @@ class Workshop:
     def allowed(self, offers: Mapping[str, int]) -> dict[str, int]:
         """Offers of the strategies that this run uses."""
         return {s: n for s, n in offers.items() if self.strategies is None or s in self.strategies}
+
+    async def close(self) -> None:
+        """End the actors' children and remove their folders: Ray would only kill the actors."""
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(asyncio.gather(self.compilers.each("close"), self.judges.each("close"),
+                                                  return_exceptions=True), CLOSE_S)
+
+    async def reasons(self, source: str) -> str:
+        """Why the rewriter's families make nothing of a source, in one line."""
+        told: dict[str, str] = await self.writers.call("reasons", source)
+        return "; ".join(f"{family}: {why}" for family, why in told.items())
 
     async def offers(self, source: str) -> dict[str, dict[str, int]]:
         return {"rewriter": await self.writers.call("offers", source)}

@@ -26,7 +26,7 @@ from rich.console import Console
 from kernelband import __version__, device, journal, strategies
 from kernelband.cold import Check, one_line_errors, rules, verify
 from kernelband.config import Config
-from kernelband.errors import RunFailed, UserError
+from kernelband.errors import Interrupted, RunFailed, UserError
 from kernelband.events import Resumed, RunStarted
 from kernelband.folder import RunFolder
 from kernelband.report import summary
@@ -35,7 +35,7 @@ from kernelband.report.table import export
 from kernelband.search import State, fold
 from kernelband.task import Case, LoadedTask, Task, load
 
-__all__ = ["Check", "LeftAtOnce", "Run", "optimize", "resume", "verify", "versions"]
+__all__ = ["Check", "Run", "optimize", "resume", "verify", "versions"]
 
 LAG = 4
 """Pulls in flight of an ordered run: the same on every machine, for it is a part of what a seed means."""
@@ -43,12 +43,6 @@ LAG = 4
 
 INTERRUPTED = "interrupted"
 """The reason of an end that `resume` takes for none."""
-
-
-class LeftAtOnce(RunFailed):
-    """A second Ctrl-C."""
-
-    exit_code = 130
 
 
 @dataclass
@@ -80,9 +74,10 @@ def optimize(task_folder: str | Path, config: Config, out: Path | None = None, *
     Raises UserError for bad input (nothing is left behind), RunFailed when the run cannot be finished.
     """
     from cluster import local
-    from policies import make
 
     local.check_imports()
+    from policies import make
+
     make(config.policy)
     for name in config.strategies or []:
         strategies.get(name)
@@ -268,8 +263,10 @@ async def _live(driver: Any, shop: Any, task: LoadedTask, view: View, status: St
         view.say(text)
         view.refresh(state, status)
 
+    ticker = asyncio.create_task(driver.tick())
     with _signals(loop, interrupt):
         try:
+            status.stage = "starting the workers (they import torch and Triton)"
             for note in await shop.open(waiting):
                 status.notes.append(note)
                 view.say(f"warning: {note}")
@@ -282,7 +279,12 @@ async def _live(driver: Any, shop: Any, task: LoadedTask, view: View, status: St
         except asyncio.CancelledError:
             kept = (f"Nothing journalled is lost; continue with `kernelband resume {driver.folder.path}`." if state.baseline
                     else "The baseline was not judged yet, so there is nothing to keep.")
-            raise LeftAtOnce(f"{driver.folder.path}: left at once. {kept}") from None
+            raise Interrupted(f"{driver.folder.path}: left at once. {kept}") from None
+        finally:
+            ticker.cancel()
+            if hits < 2:
+                status.stage = "ending"
+                await shop.close()
     return hits > 0
 
 

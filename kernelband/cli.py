@@ -5,10 +5,12 @@ Exit codes: 0 done, 1 the run failed, 2 bad usage, 130 interrupted (results so f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +18,7 @@ import typer
 from rich.console import Console
 
 from kernelband import __version__
-from kernelband.errors import RunFailed, UserError
+from kernelband.errors import Interrupted, RunFailed, UserError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
                   help="Make a correct GPU kernel fast: search, verify, measure.")
@@ -31,6 +33,15 @@ err = Console(stderr=True)
 TaskArgument = Annotated[str, typer.Argument(help="task folder: task.py and kernel.py", metavar="TASK", show_default=False)]
 RunArgument = Annotated[Path, typer.Argument(help="run folder", metavar="RUN", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object, last")]
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C outside of the search itself (imports, the start or end of Ray) ends the command with a word and code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted. A run that had begun goes on with `kernelband resume`.") from None
 
 
 def _print_run(run: Any, as_json: bool) -> None:
@@ -71,7 +82,8 @@ def optimize(
 
     settings = load(config, set_ or [], {"device": device, "budget.pulls": pulls, "budget.seconds": seconds,
                                          "policy": policy, "seed": seed, "address": address})
-    run = api.optimize(task, settings, out_, quiet=as_json, console=err)
+    with _interruptible():
+        run = api.optimize(task, settings, out_, quiet=as_json, console=err)
     _print_run(run, as_json)
     if run.interrupted:
         raise typer.Exit(130)
@@ -82,7 +94,8 @@ def resume(run: RunArgument, as_json: Json = False) -> None:
     """Continue a run that was stopped or killed."""
     from kernelband import api
 
-    done = api.resume(run, quiet=as_json, console=err)
+    with _interruptible():
+        done = api.resume(run, quiet=as_json, console=err)
     _print_run(done, as_json)
     if done.interrupted:
         raise typer.Exit(130)
@@ -93,7 +106,8 @@ def verify(run: RunArgument, as_json: Json = False) -> None:
     """Check and time the winner of a run again, cold, in fresh processes. Exit 1 if anything does not hold."""
     from kernelband import api
 
-    check = api.verify(run, say=lambda text: err.print(text, markup=False, highlight=False, soft_wrap=True))
+    with _interruptible():
+        check = api.verify(run, say=lambda text: err.print(text, markup=False, highlight=False, soft_wrap=True))
     if as_json:
         print(json.dumps({"ok": check.ok, "findings": check.findings, "speedup": check.speedup,
                           "interval": check.interval, "measured": check.measured}, allow_nan=False), flush=True)
@@ -140,12 +154,13 @@ def main() -> None:
         protect_this_process()
         app(prog_name="kernelband")
     except (UserError, RunFailed) as problem:
-        err.print(f"kernelband: {problem}", markup=False, highlight=False, soft_wrap=True)
+        err.print(f"kernelband: {' '.join(str(problem).split())}", markup=False, highlight=False, soft_wrap=True)
         sys.exit(problem.exit_code)
-    except KeyboardInterrupt:
-        err.print("kernelband: interrupted", markup=False)
-        sys.exit(130)
-    except BrokenPipeError:
+    except BrokenPipeError:  # the reader went away, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as problem:
+        print(f"kernelband: {problem}", file=sys.stderr)
         sys.exit(1)
 
 

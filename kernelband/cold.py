@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kernelband import device, journal
 from kernelband.candidate import content_hash
@@ -23,6 +24,7 @@ from kernelband.evaluate.judgement import Judgement
 from kernelband.events import Resumed, RunStarted
 from kernelband.folder import RunFolder
 from kernelband.report import summary
+from kernelband.report.table import altered
 from kernelband.search import State, contradiction, fold
 from kernelband.task import LoadedTask, load
 
@@ -120,6 +122,8 @@ def _on_paper(folder: RunFolder, state: State, events: list) -> list[str]:
         findings.append(f"{folder.best} is missing")
     elif folder.best.read_bytes() != (summary.header(state, best) + "\n" + source).encode():
         findings.append(f"{folder.best} was altered: it is not the source {best} with its header")
+    if altered(state, folder.path / "results.parquet"):
+        findings.append(f"{folder.path / 'results.parquet'} is missing or was altered: it is not what the journal leads to")
     digest = load(folder.task).digest
     if digest != state.start.task_digest:
         findings.append(f"{folder.task} was altered: its hash is {digest}, the journal says {state.start.task_digest}")
@@ -154,7 +158,14 @@ async def _again(run: RunFolder, cold: RunFolder, task: LoadedTask, where: devic
     peaks = device.peaks_of(where.name) if where.measured else device.KNOWN[where.name]
     shop = Workshop(cold, task, where, peaks, seed=state.start.seed, tried=[], strategies=None, compilers=1, judges=1,
                     compile_s=limits.compile_seconds, check_s=limits.check_seconds, hide=[run.path])
-    await shop.open(say)
+    try:
+        await shop.open(say)
+        return await _judged(shop, run, best, base)
+    finally:
+        await shop.close()
+
+
+async def _judged(shop: Any, run: RunFolder, best: str, base: str) -> Judgement | str:
     sources = {"baseline": run.source(base), "winner": run.source(best)}
     compiled = {}
     for what, source in sources.items():

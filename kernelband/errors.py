@@ -18,6 +18,12 @@ class RunFailed(Exception):
     exit_code = 1
 
 
+class Interrupted(RunFailed):
+    """The user asked to leave (exit code 130). What was journalled is kept."""
+
+    exit_code = 130
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint that ends an error message: the nearest known name, or all of them when none is near."""
     names = sorted(known)

@@ -10,6 +10,7 @@ import ast
 import hashlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,10 @@ Role = Literal["check", "timed", "held_out"]
 Compare = Literal["allclose", "exact", "permutation", "predicate"]
 FAMILIES = ("drawn", "offset", "spike")
 LAYOUTS = ("contiguous", "strided")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+MOST_TEXT = 500_000
+"""Characters of a source: it travels in one message of at most 1 MiB."""
+
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
 
 
@@ -134,7 +139,11 @@ def load(folder: str | Path) -> LoadedTask:
     contradicts itself, no such entry point in kernel.py, or an entry point with another signature.
     """
     root = Path(folder)
-    if not root.is_dir():
+    try:
+        there = root.is_dir()
+    except OSError:  # a name that no file system takes
+        there = False
+    if not there:
         raise UserError(f"no such task: {str(folder)!r} is not a folder. A task is a folder with task.py and kernel.py; "
                         f"see examples/ and docs/tasks.md.")
     texts = {}
@@ -147,7 +156,11 @@ def load(folder: str | Path) -> LoadedTask:
             texts[name] = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as err:
             raise UserError(f"{path} cannot be read as UTF-8 text: {err}.") from None
+        if len(texts[name]) > MOST_TEXT:
+            raise UserError(f"{path} has {len(texts[name])} characters; at most {MOST_TEXT} are taken. Keep data in files of "
+                            f"its own.")
     task = _import_task(root / "task.py")
+    _check_shape(task, root / "task.py")
     _check_contract(task, root / "task.py")
     names = _check_entry(task, texts["kernel.py"], root / "kernel.py")
     _check_names(task, names, root / "task.py")
@@ -166,8 +179,8 @@ def _import_task(path: Path) -> Task:
     except (Exception, SystemExit) as err:
         line = next((f" (line {t.tb_lineno})" for t in _frames(err.__traceback__) if t.tb_frame.f_code.co_filename
                      == str(path)), "")
-        raise UserError(f"{path}{line} raised {type(err).__name__} while it was imported: {err}. Mend the task file; "
-                        f"`python {path}` shows the same error in full.") from None
+        raise UserError(f"{path}{line} raised {type(err).__name__} while it was imported: {err}. Mend the task file; what it "
+                        f"imports must be installed, for it is imported by workers in other folders too.") from None
     found = [v for v in vars(module).values() if isinstance(v, Task)]
     if len(found) != 1:
         raise UserError(f"{path} must define exactly one kernelband.task.Task, usually named `task`; "
@@ -181,6 +194,44 @@ def _frames(tb):
         frames.append(tb)
         tb = tb.tb_next
     return reversed(frames)
+
+
+def _check_shape(task: Task, path: Path) -> None:
+    """That every field holds what its annotation says: a task file is written by hand, and dataclasses check nothing."""
+
+    def demand(fine: bool, field_: str, value: Any, wanted: str) -> None:
+        if not fine:
+            raise UserError(f"{path}: {field_} must be {wanted}, not {value!r:.80}.")
+
+    contract = task.contract
+    demand(isinstance(task.name, str) and bool(NAME.fullmatch(task.name)), "Task.name", task.name,
+           "a name of letters, digits, '-', '_' and '.' (it names files)")
+    demand(isinstance(task.entry, str) and task.entry.isidentifier(), "Task.entry", task.entry, "the name of a function")
+    for field_ in ("reference", "inputs"):
+        demand(callable(getattr(task, field_)), f"Task.{field_}", getattr(task, field_), "a function")
+    demand(task.work is None or callable(task.work), "Task.work", task.work, "a function or None")
+    demand(isinstance(contract, Contract), "Task.contract", contract, "a Contract")
+    demand(isinstance(task.cases, (tuple, list)) and all(isinstance(c, Case) for c in task.cases), "Task.cases", task.cases,
+           "a tuple of Case")
+    for case in task.cases:
+        demand(isinstance(case.name, str) and case.name.isprintable() and case.name.strip() != "", "Case.name", case.name,
+               "a printable name")
+        demand(isinstance(case.params, Mapping), f"params of case {case.name!r}", case.params, "a mapping")
+    outputs = contract.outputs
+    demand(isinstance(outputs, (tuple, list)) and len(outputs) > 0 and all(isinstance(o, Output) for o in outputs),
+           "Contract.outputs", outputs, "a tuple of at least one Output: without one any kernel would be right")
+    for out in outputs:
+        demand(isinstance(out.index, int) and out.index >= 0, "Output.index", out.index, "a number from 0 on")
+    for field_ in ("mutates", "constant", "dtypes", "layouts", "allow", "families"):
+        value = getattr(contract, field_)
+        demand(isinstance(value, (tuple, list)) and all(isinstance(v, str) for v in value), f"Contract.{field_}", value,
+               "a tuple of names, such as ('x',)")
+    demand(isinstance(contract.tolerance, Tolerance) and all(
+        isinstance(v, (int, float)) and v >= 0 for v in vars(contract.tolerance).values()), "Contract.tolerance",
+        contract.tolerance, "a Tolerance of numbers that are not negative")
+    demand(isinstance(contract.shapes, Mapping) and all(
+        isinstance(v, (tuple, list)) and len(v) == 2 and all(isinstance(n, int) for n in v) for v in contract.shapes.values()),
+        "Contract.shapes", contract.shapes, "a mapping of a parameter to (least, most)")
 
 
 def _check_contract(task: Task, path: Path) -> None:
@@ -244,8 +295,9 @@ def _check_entry(task: Task, source: str, path: Path) -> list[str]:
     """Names of the entry point's parameters."""
     try:
         tree = ast.parse(source)
-    except SyntaxError as err:
-        raise UserError(f"{path}, line {err.lineno}: {err.msg}. The baseline must be valid Python.") from None
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as err:
+        where = f"{path}, line {err.lineno}: {err.msg}" if isinstance(err, SyntaxError) and err.lineno else f"{path}: {err}"
+        raise UserError(f"{where}. The baseline must be valid Python.") from None
     functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
     if task.entry not in functions:
         raise UserError(f"{path} has no function {task.entry!r}, which task.py names as the entry point; "

@@ -302,3 +302,27 @@ def test_the_oracle_runs_without_shortcuts_in_precision_and_leaves_the_switches_
     before = [getattr(matmul, n) for n in names]
     truths(reference=lambda x: seen.append([getattr(matmul, n) for n in names]) or x * 2)
     assert seen and all(s == [False] * 3 for s in seen) and [getattr(matmul, n) for n in names] == before
+
+
+@pytest.mark.parametrize("change, told", [
+    (("contract=Contract(", "contract=Contract(outputs=(), "), "at least one Output"),
+    (("contract=Contract(", "contract=Contract(mutates='x', "), "a tuple of names"),
+    (('name="scale"', 'name="a\\nimport os"'), "a name of letters"),
+    (('name="scale"', 'name="../../evil"'), "a name of letters"),
+    (('Case("odd"', 'Case("o\\ndd"'), "printable"),
+    (("entry=\"scale\"", "entry=5"), "name of a function"),
+    (("reference=reference", "reference='torch.add'"), "a function"),
+    (("cases=(", "cases=None, peers=dict(a="), None),
+    (('shapes={"n": (1, 1 << 24)}', 'shapes={"n": 5}'), "a mapping of a parameter"),
+    (("contract=Contract(dtypes", "contract=None, peers=dict(a=Contract)(dtypes"), None),
+    (('{"n": 33}', "[33]"), "a mapping"),
+])
+def test_a_field_of_another_kind_is_told(task, change, told):
+    with pytest.raises(UserError, match=told or "task.py"):
+        load(task(task=TASK.replace(*change)))
+
+
+def test_a_kernel_file_that_breaks_the_parser_is_told(task):
+    for text in ("x = " + "-" * 100_000 + "1\n", "\0", "def scale(x, s): pass\n" + "#" * 600_000):
+        with pytest.raises(UserError, match=r"kernel\.py"):
+            load(task(kernel=text))

@@ -58,15 +58,15 @@ def alternate(a: Callable[[], Slice], b: Callable[[], Slice], pairs: int, start:
     return done
 
 
-def median_interval(values: Sequence[float], seed: int, level: float = 0.95) -> tuple[float, float, float, float]:
-    """(median, low, high, s.d. of the median) by the percentile bootstrap over `values`, 2000 resamples.
+def median_interval(values: Sequence[float], seed: int) -> tuple[float, float, float, float]:
+    """(median, low and high of its 95 % interval, its s.d.) by the percentile bootstrap over `values`, 2000 resamples.
 
     Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, ch. 13.
     """
     data = np.asarray(values, dtype=float)
     rng = np.random.Generator(np.random.Philox(key=[seed, len(data)]))
     medians = np.median(data[rng.integers(len(data), size=(2000, len(data)))], axis=1)
-    low, high = np.quantile(medians, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(medians, [0.025, 0.975])
     middle = float(np.median(data))
     return middle, min(middle, float(low)), max(middle, float(high)), float(medians.std())
 

@@ -54,7 +54,7 @@ def draw(task: Task, case: Case, seed: int, family: str, device: str) -> dict[st
     generator.manual_seed(seed)
     try:
         made = task.inputs(case, generator)
-    except Exception as err:
+    except (Exception, SystemExit) as err:
         raise UserError(f"task {task.name!r}, case {case.name!r}: its input generator raised {type(err).__name__}: "
                         f"{err}.") from None
     if not isinstance(made, dict):
@@ -114,7 +114,7 @@ def _run(task: Task, inputs: Mapping[str, Any], dtype: torch.dtype | None, case:
     try:
         with torch.no_grad():
             returned = flatten(task.reference(*own.values()))
-    except Exception as err:
+    except (Exception, SystemExit) as err:
         raise UserError(f"task {task.name!r}, case {case.name!r}: the reference raised {type(err).__name__}: {err}. It "
                         f"must take inputs() in order and work in fp64.") from None
     outs = []
