@@ -326,3 +326,26 @@ def test_a_kernel_file_that_breaks_the_parser_is_told(task):
     for text in ("x = " + "-" * 100_000 + "1\n", "\0", "def scale(x, s): pass\n" + "#" * 600_000):
         with pytest.raises(UserError, match=r"kernel\.py"):
             load(task(kernel=text))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_other_honest_ways_of_computing_always_pass(dtype):
+    """The verdict may not depend on luck: exponentials as a GPU takes them, blocked sums, reciprocals; many draws."""
+    def like_a_gpu(x):
+        x = x.float()
+        top = x.max(-1, keepdim=True).values
+        raised = torch.exp2((x - top) * 1.4426950408889634)
+        raised = raised * (1 + 1.2e-7 * torch.randint(-2, 3, raised.shape))  # ex2.approx: two units in the last place
+        total = sum(part.sum(-1, keepdim=True) for part in raised.split(64, -1))
+        return (raised * (1 / total)).to(getattr(torch, dtype))
+
+    worst = 0.0
+    for seed in range(40):
+        task, _ = truths(dtype, 4, 700)
+        case = task.cases[0]
+        for family in ("drawn", "offset", "spike"):
+            right = verify.truth(task, case, verify.draw(task, case, seed, family, "cpu"))
+            told = verdict(task, right, like_a_gpu(right.inputs["x"]))
+            assert told.ok, told.detail
+            worst = max(worst, told.error)
+    assert worst < 0.8  # with room to spare
