@@ -3,6 +3,7 @@
 import io
 import math
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import runs
 from rich.console import Console
@@ -110,3 +111,21 @@ def test_the_table_follows_the_schema_and_tells_who_fell(tmp_path):
     assert read.schema.equals(table.SCHEMA)
     row = next(r for r in read.to_pylist() if r["candidate"] == top)
     assert row["outcome"] == "fell_later" and "held-out" in row["detail"] and row["speedup"] is None
+
+
+def test_the_table_is_what_the_journal_leads_to_and_an_edit_shows(tmp_path):
+    state, path = ended(played()), tmp_path / "r.parquet"
+    table.export(state, path)
+    with journal.Journal(tmp_path) as log:
+        for event in [*runs.play(make("kernelband"), runs.start(10, 4)), state.ended]:
+            log.append(event, 1.0)
+    again = State()
+    for entry in journal.read(tmp_path):
+        fold(again, entry.event)
+    assert not table.altered(again, path)
+    rows = pq.read_table(path).to_pylist()
+    rows[-1]["speedup"] = 99.0
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.SCHEMA), path)
+    assert table.altered(again, path)
+    path.write_text("x")
+    assert table.altered(again, path)

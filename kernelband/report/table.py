@@ -51,7 +51,7 @@ def rows(state: State) -> list[dict]:
                      "outcome": "pending"}
         if ended is not None:
             row |= {"candidate": ended.candidate, "family": ended.family, "description": ended.description,
-                    "outcome": told(state, ended.kind), "detail": ended.detail, "costs": json.dumps(ended.costs)}
+                    "outcome": told(state, ended.kind), "detail": ended.detail, "costs": json.dumps(ended.costs, sort_keys=True)}
             if ended.kind == "measured" and ended.candidate:
                 row |= _result(state, ended.candidate)
                 later = state.revised.get(ended.candidate)
@@ -69,8 +69,8 @@ def _result(state: State, candidate: str) -> dict:
         "speedup": math.exp(result.log_speedup), "speedup_low": math.exp(result.low),
         "speedup_high": math.exp(result.high), "level": result.level,
         "measured": bool(state.start and state.start.measured),
-        "us": json.dumps({c: [t.us, t.low, t.high] for c, t in result.times.items()}),
-        "facts": json.dumps(result.facts), "load": json.dumps(result.load), "rung": result.rung,
+        "us": json.dumps({c: [t.us, t.low, t.high] for c, t in sorted(result.times.items())}),
+        "facts": json.dumps(result.facts, sort_keys=True), "load": json.dumps(result.load, sort_keys=True), "rung": result.rung,
     }
 
 
