@@ -5,6 +5,8 @@ Ray wraps whatever an actor raises so that its text is a remote traceback. Owns 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from kernelband.errors import RunFailed, UserError
@@ -44,3 +46,14 @@ def _why_dead(err: Any) -> str:
     if err.actor_init_failed:
         return next((line.strip() for line in reversed(str(err).splitlines()) if line.strip()), "its constructor raised")
     return first_line(err)
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Whatever an actor or Ray raises leaves this `with` as a UserError or a RunFailed of one line, never as a traceback."""
+    try:
+        yield
+    except (UserError, RunFailed) as err:
+        raise plain(err) from None
+    except Exception as err:
+        raise plain(err) from err

@@ -1,5 +1,4 @@
-"""The doors: optimize and resume as functions, and verify from cold.py. With cold.py and cli.py the only files here that
-import `cluster`.
+"""The doors: optimize, resume and verify as functions. With cli.py the only files here that import `cluster`.
 
 Owns the order of checks (cheap and certain first, so that bad input leaves nothing behind) and the making of a run from
 its settings. Prints through the view only.
@@ -15,16 +14,15 @@ import platform
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from kernelband import __version__, device, journal, strategies
-from kernelband.cold import Check, one_line_errors, rules, verify
 from kernelband.config import Config
 from kernelband.errors import Interrupted, RunFailed, UserError
 from kernelband.events import Resumed, RunStarted
@@ -35,7 +33,8 @@ from kernelband.report.table import export
 from kernelband.search import State, fold
 from kernelband.task import Case, LoadedTask, Task, load
 
-__all__ = ["Check", "Run", "optimize", "resume", "verify", "versions"]
+if TYPE_CHECKING:
+    from cluster.cold import Check
 
 LAG = 4
 """Pulls in flight of an ordered run: the same on every machine, for it is a part of what a seed means."""
@@ -60,6 +59,8 @@ class Run:
 
 def versions() -> dict[str, str]:
     """Versions of what a result depends on."""
+    from policies import rules
+
     found = {"python": platform.python_version(), "kernelband": __version__, "rules": rules()}
     for name in ("torch", "triton", "ray", "numpy"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -73,9 +74,7 @@ def optimize(task_folder: str | Path, config: Config, out: Path | None = None, *
 
     Raises UserError for bad input (nothing is left behind), RunFailed when the run cannot be finished.
     """
-    from cluster import local
-
-    local.check_imports()
+    _ours()
     from policies import make
 
     make(config.policy)
@@ -123,9 +122,7 @@ def resume(path: Path, *, quiet: bool = True, console: Console | None = None) ->
     if state.ended is not None and state.ended.reason != INTERRUPTED:
         _write_results(folder, state)
         return Run(state, path, state.ended.seconds)
-    from cluster import local
-
-    local.check_imports()
+    _ours()
     config = Config.model_validate(start.config)
     task = load(folder.task)
     if task.digest != start.task_digest:
@@ -145,6 +142,26 @@ def resume(path: Path, *, quiet: bool = True, console: Console | None = None) ->
         again = Resumed(versions=versions())
         log.append(again, time.time())
         return _drive(folder, task, where, config, log, fold(state, again), spent, quiet, console)
+
+
+def verify(path: Path, *, say: Callable[[str], None] = lambda text: None) -> Check:
+    """Re-check and re-time the winner of a run, cold; see `cluster.cold.verify`."""
+    _ours()
+    from cluster import cold
+
+    return cold.verify(path, say=say)
+
+
+def _ours() -> None:
+    """Raises UserError when another package named `cluster` or `policies` hides ours."""
+    import cluster
+
+    if Path(cluster.__file__ or "").parents[1] != Path(__file__).parents[1]:
+        raise UserError(f"the package 'cluster' was imported from {Path(cluster.__file__ or '').parent}, which hides ours. Run "
+                        f"from another folder, or take that one off PYTHONPATH.")
+    from cluster import local
+
+    local.check_imports()
 
 
 def _spent(entries: list[journal.Entry]) -> float:
@@ -209,6 +226,7 @@ def _drive(folder: RunFolder, task: LoadedTask, where: device.Device, config: Co
            spent: float, quiet: bool, console: Console | None) -> Run:
     from cluster import local
     from cluster.driver import Driver
+    from cluster.faults import one_line_errors
     from cluster.workshop import Workshop
     from kernelband.candidate import identity
     from policies import make

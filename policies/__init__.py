@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+from kernelband import search, strategies
+from kernelband.candidate import content_hash
 from kernelband.errors import UserError, nearest
 from kernelband.search import Policy
 from policies.bandit import KernelBand
@@ -19,3 +22,9 @@ def make(name: str) -> Policy:
     if name not in MAKERS:
         raise UserError(f"unknown policy {name!r}; {nearest(name, MAKERS)}")
     return MAKERS[name]()
+
+
+def rules() -> str:
+    """A hash of the files that decide: only under the same ones does a history lead to the same orders."""
+    files = [Path(m.__file__ or "") for m in (search, strategies)] + sorted(Path(__file__).parent.glob("*.py"))
+    return content_hash("\0".join(path.read_text(encoding="utf-8") for path in files))

@@ -141,3 +141,12 @@ def test_a_full_disk_at_the_start_leaves_nothing(task, tmp_path):
         assert not (disk / "run").exists()
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("name", ["cluster", "policies"])
+def test_a_package_of_the_same_name_in_the_current_folder_is_told(name, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").touch()
+    code = "from kernelband.api import optimize; from kernelband.config import Config; optimize('nowhere', Config())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert "UserError" in done.stderr and "hides ours" in done.stderr, done.stderr

@@ -116,13 +116,14 @@ class Supervisor:
 
     def bind_timed(self, child: Child) -> None:
         """Open the buffers of all timed cases in a child."""
-        self._bind(child, self._timed())
+        self._bind(child, self.timed())
 
     def _bind(self, child: Child, benches: list[Bench]) -> None:
         for bench in benches:
             child.request("bind", timeout_s=self.timeout_s, **bench.bindings())
 
-    def _timed(self) -> list[Bench]:
+    def timed(self) -> list[Bench]:
+        """The benches of the timed cases, in the task's order."""
         return [self.benches[c.name] for c in self.task.with_role("timed")]
 
     # -- baseline -----------------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ class Supervisor:
             child = self._guard(judgement, self.child_of, source, cache)
             self.sides[name] = child
             self._check(child, judgement, with_held_out=True)
-            for bench in self._timed():
+            for bench in self.timed():
                 self._guard(judgement, bench.calibrate, child)
                 slices = [self._guard(judgement, bench.slice, child).us for _ in range(7)]
                 middle, low, high, _ = median_interval(slices, 0)
@@ -160,7 +161,7 @@ class Supervisor:
             source, cache = self.sources[name]
             try:
                 child = self.child_of(source, cache)
-                self._bind(child, self._timed())
+                self._bind(child, self.timed())
             except (ChildDied, CandidateError, Refused) as err:
                 raise RunFailed(f"the child of {name}, which ran before, cannot be started again: {err}. The GPU may be "
                                 f"in a bad state; see nvidia-smi.") from None
@@ -182,13 +183,13 @@ class Supervisor:
         """All check cases in two input families, then one call on a slot of each timed case. Raises Refused."""
         roles = ("check", "held_out") if with_held_out else ("check",)
         small = [self.benches[c.name] for c in self.task.with_role(*roles)]  # type: ignore[arg-type]
-        self._guard(judgement, self._bind, child, small + self._timed())
+        self._guard(judgement, self._bind, child, small + self.timed())
         for i, bench in enumerate(small):
             slot = next(iter(bench.slots))
             for family in verify.family_for(self.task.contract, i):
                 bench.refill(family)
                 self._one(child, judgement, bench, slot, family, i)
-        for i, bench in enumerate(self._timed()):
+        for i, bench in enumerate(self.timed()):
             bench.refill()
             names = list(bench.slots)
             self._one(child, judgement, bench, names[secrets.randbelow(len(names))], "drawn", i)
@@ -220,7 +221,7 @@ class Supervisor:
 
     def _screen(self, child: Child, judgement: Judgement) -> dict[str, float]:
         times = {}
-        for bench in self._timed():
+        for bench in self.timed():
             slices = [self._guard(judgement, bench.slice, child) for _ in range(3)]
             self._guard(judgement, bench.done, child)
             middle, low, high, _ = median_interval([s.us for s in slices], 0)
@@ -304,7 +305,7 @@ class Supervisor:
             self.sources.setdefault(incumbent, (incumbent_source, incumbent_cache))
             best, best_sd = self.known.setdefault(incumbent, (incumbent_log, 0.02))
             if judgement.log_speedup > best - CONTENDER:
-                gain = mean_over_cases([self._pair(incumbent, child, judgement, b, 6) for b in self._timed()])
+                gain = mean_over_cases([self._pair(incumbent, child, judgement, b, 6) for b in self.timed()])
                 judgement.log_speedup = best + gain.log
                 judgement.sd, judgement.level = max(math.hypot(gain.sd, best_sd), 0.002), "paired"
                 lap("pair")
@@ -364,7 +365,7 @@ class Supervisor:
             self.sides.pop(side).kill()
         base = self._side(self.baseline)
         alone: dict[str, float] = {}
-        for bench in self._timed():
+        for bench in self.timed():
             bench.refill()
             alone[bench.case.name] = median_interval([bench.slice(base).us for _ in range(5)], 0)[0]
             bench.done(base)
@@ -372,7 +373,7 @@ class Supervisor:
         try:
             self._check(child, judgement, with_held_out=first)
             told = {}
-            for bench in self._timed():
+            for bench in self.timed():
                 case = bench.case.name
                 pair = self._pair(self.baseline, child, judgement, bench, pairs, alone[case])
                 seen = [self._guard(judgement, bench.slice, child).us for _ in range(3)]
@@ -389,22 +390,6 @@ class Supervisor:
             return told
         finally:
             child.kill()
-
-    def race(self, a: Child, b: Child, pairs: int) -> dict[str, tuple[Ratio, float, float]]:
-        """Paired slices of two bound children on every timed case: case -> (log of A's time over B's, us of A, us of B).
-
-        For comparing versions outside of a search (benchmarks); neither side is checked beyond its sampled results.
-        """
-        told = {}
-        for bench in self._timed():
-            bench.refill()
-            done = alternate(lambda b_=bench: b_.slice(a), lambda b_=bench: b_.slice(b), pairs,  # type: ignore[misc]
-                             bool(secrets.randbelow(2)))
-            bench.done(a)
-            bench.done(b)
-            us_a, us_b = (median_interval([pair[i].us for pair in done], 0)[0] for i in (0, 1))
-            told[bench.case.name] = (ratio(done), us_a, us_b)
-        return told
 
     def close(self) -> None:
         for child in self.sides.values():

@@ -1,4 +1,4 @@
-"""The cold check: a finished run's winner judged and timed again, in fresh processes. A door, like api.py.
+"""The cold check: a finished run's winner judged and timed again, in fresh processes. Behind `kernelband.verify`.
 
 Takes nothing from the run but its journal and its sources, and writes nothing that stays. Finds out by itself whether
 they agree with each other before it asks a device.
@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster import local
+from cluster.faults import one_line_errors
+from cluster.workshop import Workshop
 from kernelband import device, journal
-from kernelband.candidate import content_hash
 from kernelband.config import Config
 from kernelband.errors import RunFailed, UserError
 from kernelband.evaluate.judgement import Judgement
@@ -27,6 +29,7 @@ from kernelband.report import summary
 from kernelband.report.table import altered
 from kernelband.search import State, contradiction, fold
 from kernelband.task import LoadedTask, load
+from policies import MAKERS, rules
 
 
 @dataclass(frozen=True)
@@ -40,28 +43,6 @@ class Check:
     measured: bool = False
 
 
-@contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Whatever an actor or Ray raises leaves this `with` as a UserError or a RunFailed of one line, never as a traceback."""
-    from cluster.faults import plain
-
-    try:
-        yield
-    except (UserError, RunFailed) as err:
-        raise plain(err) from None
-    except Exception as err:
-        raise plain(err) from err
-
-
-def rules() -> str:
-    """A hash of the files that decide: only under the same ones does a history lead to the same orders."""
-    import policies
-    from kernelband import search, strategies
-
-    files = [Path(m.__file__ or "") for m in (search, strategies)] + sorted(Path(policies.__file__ or "").parent.glob("*.py"))
-    return content_hash("\0".join(path.read_text(encoding="utf-8") for path in files))
-
-
 def verify(path: Path, *, say: Callable[[str], None] = lambda text: None) -> Check:
     """Re-check and re-time the winner of a run, cold: fresh processes, nothing taken from the run but its sources.
 
@@ -69,9 +50,6 @@ def verify(path: Path, *, say: Callable[[str], None] = lambda text: None) -> Che
 
     Raises UserError: no run there, not finished, or another device than it was measured on.
     """
-    from cluster import local
-
-    local.check_imports()
     folder = RunFolder(path)
     try:
         entries = journal.read(path)
@@ -109,8 +87,6 @@ def verify(path: Path, *, say: Callable[[str], None] = lambda text: None) -> Che
 
 def _on_paper(folder: RunFolder, state: State, events: list) -> list[str]:
     """What does not agree in the folder itself: sources, best.py, the task, and whether each order follows from what it saw."""
-    from policies import MAKERS
-
     assert state.start and state.ended and state.ended.best and state.baseline
     best, findings = state.ended.best, []
     try:
@@ -150,8 +126,6 @@ def _scratch(path: Path) -> Iterator[RunFolder]:
 async def _again(run: RunFolder, cold: RunFolder, task: LoadedTask, where: device.Device, state: State,
                  say: Callable[[str], None]) -> Judgement | str:
     """The final judgement on the winner against the baseline, or why it came to none."""
-    from cluster.workshop import Workshop
-
     assert state.start and state.ended and state.ended.best and state.baseline
     best, base = state.ended.best, state.baseline.candidate
     limits = Config.model_validate(state.start.config).limits
