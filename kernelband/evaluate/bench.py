@@ -157,12 +157,13 @@ class Bench:
     def slice(self, child: Any, calls: int | None = None) -> Slice:
         """One slice by this process's clock: from release to a checked sample of a slot chosen before, unknown to the child.
 
-        Outside of the clock: contents move to other addresses, outputs are poisoned, two or three calls warm up.
+        Outside of the clock: contents move to other addresses, a few calls warm up, outputs are poisoned.
         Raises Wrong when the sample is not right.
         """
         names = list(self.slots)
         self.rotate()
-        child.request("slice", timeout_s=self.timeout_s, slots=names, calls=min(3, len(names)))
+        # One call more than there are slots: then the child's allocator holds every buffer that the slice will need.
+        child.request("slice", timeout_s=self.timeout_s, slots=names, calls=min(4, len(names) + 1))
         if self.once:
             self.restore()
         self.outputs.poison(POISONS[secrets.randbelow(len(POISONS))])
