@@ -86,6 +86,7 @@ def optimize(
         run = api.optimize(task, settings, out_, quiet=as_json, console=err)
     _print_run(run, as_json)
     if run.interrupted:
+        err.print(f"Interrupted; go on with `kernelband resume {run.folder}`.", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(130)
 
 

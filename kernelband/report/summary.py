@@ -68,7 +68,8 @@ def sentence(state: State) -> str:
     name = best_of(state)
     result = state.result_of(name) if name else None
     if not name or not result or (state.baseline and name == state.baseline.candidate):
-        why = f" The search ended because {state.ended.reason}." if state.ended else ""
+        reason = state.ended.reason if state.ended else ""
+        why = f" The search {'was ' if reason == 'interrupted' else 'ended because '}{reason}." if reason else ""
         return f"No version faster than the baseline was found for {state.start.task} on {state.start.device}.{why}"
     how = "measured on" if state.start.measured else "modelled for"
     text = (f"{state.start.task}: {math.exp(result.log_speedup):.2f}x over the baseline "
