@@ -17,13 +17,16 @@ FORMAT = 1
 OutcomeKind = Literal[
     "measured",         # judged right and timed (or modelled)
     "wrong",            # disagrees with the oracle
+    "wrong_nondeterministic",  # disagrees with the oracle, or with itself, in some calls on the same inputs only
     "tampered",         # touched what it must not touch
     "unsafe_memory",    # wrote or read outside of its buffers
     "not_a_kernel",     # right, but no kernel of its own did the work
     "timing_inconsistent",
     "faster_than_physics",
     "compile_failed",   # does not import or compile, or asks for more than the device has
-    "crashed",          # its process died
+    "crashed",          # its process died, or it raised
+    "out_of_memory",
+    "gpu_fault",        # the GPU failed its health check after it
     "timed_out",
     "unchanged",        # the writer returned the parent
     "duplicate",        # the writer returned a source that was tried before

@@ -21,7 +21,7 @@ from kernelband.errors import UserError, nearest
 
 Role = Literal["check", "timed", "held_out"]
 Compare = Literal["allclose", "exact", "permutation", "predicate"]
-FAMILIES = ("drawn", "offset", "spike")
+FAMILIES = ("drawn", "offset", "scaled", "spike", "integers", "ties", "cancelling", "uneven")
 LAYOUTS = ("contiguous", "strided")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MOST_TEXT = 500_000
@@ -92,7 +92,7 @@ class Contract:
     tolerance: Tolerance = field(default_factory=Tolerance)
     allow: tuple[str, ...] = ("own",)
     direction: Literal["forward", "backward", "both"] = "forward"
-    families: tuple[str, ...] = ("drawn", "offset", "spike")
+    families: tuple[str, ...] = FAMILIES
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,9 @@ class ModelledJudge:
             child.request("prepare", timeout_s=self.timeout_s, properties=self.properties)
             child.request("load", timeout_s=self.timeout_s, source=source, entry=self.task.entry)
             roles = ("check", "held_out") if held_out else ("check",)
-            for i, case in enumerate(self.task.with_role(*roles)):  # type: ignore[arg-type]
-                for family in verify.family_for(self.task.contract, i):
+            cases = self.task.with_role(*roles)  # type: ignore[arg-type]
+            for i, case in enumerate(cases):
+                for family in verify.families_for(self.task.contract, i, len(cases)):
                     self._check(child, judgement, case, family, i)
             judgement.costs["verify"] = time.monotonic() - started
             for name, launches in facts.items():
@@ -60,10 +61,9 @@ class ModelledJudge:
                     self._time(child, judgement, name, launches)
             judgement.costs["model"] = time.monotonic() - started - judgement.costs["verify"]
         except Refused as no:
-            return Judgement(no.kind, no.detail, checks=judgement.checks)
+            return no.judgement(judgement.checks)
         except (CandidateError, ChildDied) as err:
-            kind, detail = refusal(err)
-            return Judgement(kind, detail, checks=judgement.checks)
+            return refusal(err).judgement(judgement.checks)
         finally:
             child.kill()
         return judgement
@@ -94,21 +94,22 @@ class ModelledJudge:
         judgement.checks[f"{case.name}/{family}"] = "pass" if verdict.ok else verdict.kind
         where = "a held-out case" if case.role == "held_out" else case.name
         if beyond:
-            raise Refused("unsafe_memory", f"{where}: wrote outside of argument {beyond[0]!r}")
+            raise Refused("unsafe_memory", f"{where}: wrote outside of argument {beyond[0]!r}", "guard")
         if not verdict.ok:
-            raise Refused(verdict.kind, f"{where} ({family} inputs): {verdict.detail}")
+            raise Refused(verdict.kind, f"{where} ({family} inputs): {verdict.detail}", "values" if family == "drawn" else "families")
         if changed:
             raise Refused("tampered", f"{where}: the call changed its input {changed[0]!r}, which the contract does "
-                                      f"not allow")
+                                      f"not allow", "inputs")
 
     def _time(self, child: Any, judgement: Judgement, name: str, launches: Sequence[Any]) -> None:
         if not launches:
-            raise Refused("not_a_kernel", f"{name}: no kernel of its own was launched")
+            raise Refused("not_a_kernel", f"{name}: no kernel of its own was launched", "what_ran")
         reply = child.request("trace", timeout_s=self.timeout_s, args=self.specs[name].args, max_programs=8)
         try:
             said = model.predict(self.peaks, model.pair(reply["launches"], [f.to_json() for f in launches]))
         except (AttributeError, KeyError, TypeError, ValueError) as err:
-            raise Refused("infra", f"{name}: the trace and the compiled launches do not fit together: {err}") from None
+            raise Refused("infra", f"{name}: the trace and the compiled launches do not fit together: {err}",
+                          "process") from None
         self._believable(name, said.us)
         judgement.times[name] = (said.us, said.low, said.high, 1)
         for resource, share in model.load(said).items():
@@ -121,7 +122,7 @@ class ModelledJudge:
             floor = roofline_us(self.peaks, *self.task.work(case), case.dtype)
             if us < 0.9 * floor:
                 raise Refused("faster_than_physics", f"{name}: {us:.1f} us is less than the {floor:.1f} us that the least "
-                                                     f"work takes at the peaks of {self.peaks.name}")
+                                                     f"work takes at the peaks of {self.peaks.name}", "physics")
 
     def close(self) -> None:
         self.zygote.close()

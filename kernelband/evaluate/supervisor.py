@@ -100,14 +100,14 @@ class Supervisor:
         try:
             child = self.zygote.spawn()
         except (ChildDied, SandboxError) as err:
-            raise Refused("infra", f"no child could be started: {err}") from None
+            raise Refused("infra", f"no child could be started: {err}", "process") from None
         try:
             try:
                 if cache is not None:
                     _give(cache, Path(child.workdir))
                 child.request("start", timeout_s=self.timeout_s)
             except (ChildDied, CandidateError) as err:  # nothing of the candidate was loaded yet
-                raise Refused("infra", f"a fresh process could not use the GPU: {err}") from None
+                raise Refused("infra", f"a fresh process could not use the GPU: {err}", "process") from None
             child.request("load", timeout_s=self.timeout_s, source=source, entry=self.task.entry)
         except BaseException:
             child.kill()
@@ -149,7 +149,7 @@ class Supervisor:
                 self._guard(judgement, bench.done, child)
                 judgement.times[bench.case.name] = (middle, low, high, len(slices) * bench.calls)
         except Refused as no:
-            return Judgement(no.kind, no.detail, checks=judgement.checks)
+            return no.judgement(judgement.checks)
         self.known[name] = (0.0, 0.0)
         judgement.costs["judge"] = time.monotonic() - started
         return judgement
@@ -175,9 +175,9 @@ class Supervisor:
         try:
             return what(*args, **kwargs)
         except Wrong as no:
-            raise Refused(no.verdict.kind, no.verdict.detail) from None
+            raise Refused(no.verdict.kind, no.verdict.detail, "sample") from None
         except (CandidateError, ChildDied) as err:
-            raise Refused(*refusal(err)) from None
+            raise refusal(err) from None
 
     def _check(self, child: Child, judgement: Judgement, with_held_out: bool) -> None:
         """All check cases in two input families, then one call on a slot of each timed case. Raises Refused."""
@@ -186,7 +186,7 @@ class Supervisor:
         self._guard(judgement, self._bind, child, small + self.timed())
         for i, bench in enumerate(small):
             slot = next(iter(bench.slots))
-            for family in verify.family_for(self.task.contract, i):
+            for family in verify.families_for(self.task.contract, i, len(small)):
                 bench.refill(family)
                 self._one(child, judgement, bench, slot, family, i)
         for i, bench in enumerate(self.timed()):
@@ -199,7 +199,7 @@ class Supervisor:
         verdict = self._guard(judgement, bench.check, child, slot, poison)
         judgement.checks[f"{bench.case.name}/{family}"] = "pass" if verdict.ok else verdict.kind
         if not verdict.ok:
-            raise Refused(verdict.kind, f"{where} ({family} inputs): {verdict.detail}")
+            raise Refused(verdict.kind, f"{where} ({family} inputs): {verdict.detail}", "values")
         if self.task.contract.deterministic:
             first = [t.clone() for t in bench.outputs.tensors]
             if bench.once:
@@ -208,7 +208,7 @@ class Supervisor:
             if not all(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
                        for a, b in zip(first, bench.outputs.tensors, strict=True)):
                 raise Refused("wrong", f"{where}: two calls on the same inputs differ, and the contract asks for "
-                                        f"determinism")
+                                        f"determinism", "repeat")
 
     def _believable(self, bench: Bench, us: float) -> None:
         if self.peaks is None or self.task.work is None:
@@ -217,7 +217,7 @@ class Supervisor:
         floor = roofline_us(self.peaks, moved, flops, bench.case.dtype)
         if us < PHYSICS * floor:
             raise Refused("faster_than_physics", f"{bench.case.name}: {us:.1f} us is faster than physics: the least work "
-                                                 f"takes {floor:.1f} us at the peaks of {self.peaks.name}")
+                                                 f"takes {floor:.1f} us at the peaks of {self.peaks.name}", "physics")
 
     def _screen(self, child: Child, judgement: Judgement) -> dict[str, float]:
         times = {}
@@ -235,7 +235,7 @@ class Supervisor:
         if bench.calls * slices[0].us > 5_000:  # shorter slices are mostly hand-over
             told = untimely(slices)
             if told:
-                raise Refused("timing_inconsistent", f"{bench.case.name}: {told}")
+                raise Refused("timing_inconsistent", f"{bench.case.name}: {told}", "events")
 
     def _pair(self, name: str, child: Child, judgement: Judgement, bench: Bench, pairs: int,
               alone: float | None = None) -> Ratio:
@@ -256,7 +256,7 @@ class Supervisor:
             beside = median_interval([a.us for a, _ in done], 0)[0]
             if beside > (1 + BAND) * alone:
                 raise Refused("infra", f"{bench.case.name}: the baseline took {beside:.1f} us beside the candidate, "
-                                       f"{alone:.1f} us alone")
+                                       f"{alone:.1f} us alone", "band")
         return ratio(done)
 
     def _blame(self, name: str, child: Child, bench: Bench, err: Exception) -> Exception:
@@ -273,8 +273,9 @@ class Supervisor:
             return RunFailed(f"{bench.case.name}: {name}, which ran before, fails by itself now: {again}. The GPU may be in "
                              f"a bad state; see nvidia-smi.")
         if changed:
-            return Refused("tampered", f"{bench.case.name}: input {changed!r} was written to beside the reference side")
-        return Refused("infra", f"{bench.case.name}: the reference side failed beside the candidate and runs without it: {err}")
+            return Refused("tampered", f"{bench.case.name}: input {changed!r} was written to beside the reference side", "inputs")
+        return Refused("infra", f"{bench.case.name}: the reference side failed beside the candidate and runs without it: {err}",
+                       "band")
 
     # -- the doors ----------------------------------------------------------------------------------------------
 
@@ -315,7 +316,7 @@ class Supervisor:
             judgement.low = judgement.log_speedup - 1.96 * judgement.sd
             judgement.high = judgement.log_speedup + 1.96 * judgement.sd
         except Refused as no:
-            judgement = Judgement(no.kind, no.detail, checks=judgement.checks, costs=judgement.costs)
+            judgement = no.judgement(judgement.checks, judgement.costs)
         finally:
             if child is not None and not keep:
                 child.kill()
@@ -348,7 +349,7 @@ class Supervisor:
                     cases.setdefault(case, []).append(pair)
                     times.setdefault(case, []).extend(us)
         except Refused as no:
-            return Judgement(no.kind, no.detail, checks=judgement.checks)
+            return no.judgement(judgement.checks)
         # Cases of one process pair share its luck: they are averaged first, and runs are what varies.
         whole = combine_runs([mean_over_cases([cases[c][run] for c in cases]) for run in range(runs)])
         for n, values in times.items():
@@ -384,7 +385,7 @@ class Supervisor:
                     theirs = bench.short(self._side(self.baseline), 9)
                     odd = disagreement(theirs, ours, len(bench.slots), alone[case], middle)
                     if odd:
-                        raise Refused("timing_inconsistent", f"{case}: {odd}")
+                        raise Refused("timing_inconsistent", f"{case}: {odd}", "whole")
                 self._guard(judgement, bench.done, child)
                 told[case] = (pair, seen)
             return told

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kernelband.errors import UserError
-from kernelband.task import Case, Contract, Output, Task, Tolerance
+from kernelband.task import FAMILIES, Case, Contract, Output, Task, Tolerance
 
 FLOORS = {torch.float64: 64.0, torch.float32: 8.0}
 """By dtype, what a tolerance's floor is multiplied with; 1 for the others, whose rounding of the result outweighs all else.
@@ -50,8 +50,10 @@ class Verdict:
 
 
 def draw(task: Task, case: Case, seed: int, family: str, device: str) -> dict[str, Any]:
-    """Fresh inputs of a case. family: 'drawn' as the task makes them; 'offset' 2x + 1/2 and 'spike' one element at a
-    random place set to eight times the largest (at most the dtype's), each for floating tensors that are not constant.
+    """Fresh inputs of a case. family: 'drawn' as the task makes them; the others redraw floating tensors that are not constant:
+    'offset' 2x + 1/2, 'scaled' 8x, 'spike' one element at a random place set to eight times the largest, 'integers' -3 to 3 (0 to
+    3 where nothing was negative), 'ties' four values only, 'cancelling' neighbours of opposite sign, 'uneven' all but the first
+    quarter of the last axis 16 times as large. Each stays within the dtype's range, and what is not finite stays.
     Strides stay as drawn; a tensor whose elements share memory (expanded) stays as drawn altogether.
 
     Raises UserError if the generator raises or gives arguments in another order than the reference takes.
@@ -68,25 +70,72 @@ def draw(task: Task, case: Case, seed: int, family: str, device: str) -> dict[st
                         f"{type(made).__name__}.")
     if family == "drawn":
         return made
-    if family not in ("offset", "spike"):
-        raise UserError(f"task {task.name!r}: unknown input family {family!r}; known: drawn, offset, spike.")
+    if family not in FAMILIES:
+        raise UserError(f"task {task.name!r}: unknown input family {family!r}; known: {', '.join(FAMILIES)}.")
     for name, value in made.items():
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() == 0:
             continue
         if name in task.contract.constant or _shares_memory(value):
             continue
         changed = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        largest = torch.finfo(value.dtype).max
-        if family == "offset":
-            moved = (value.double() * 2 + 0.5).clamp(-largest, largest)
-            changed.copy_(torch.where(torch.isfinite(value), moved, value.double()))
-        else:
-            changed.copy_(value)
-            place = int(torch.randint(value.numel(), (1,), generator=generator, device=device))
-            peak = 8 * torch.where(torch.isfinite(value), value, torch.zeros_like(value)).abs().max().double()
-            changed[_index(place, value.shape)] = peak.clamp(max=largest).to(value.dtype)
+        changed.copy_(_redrawn(family, value, generator))
         made[name] = changed
     return made
+
+
+def _redrawn(family: str, value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A floating tensor of another kind with the same shape; what is not finite stays where it is."""
+    finite = torch.isfinite(value)
+    wide = torch.where(finite, value, torch.zeros_like(value)).double()
+    largest = torch.finfo(value.dtype).max
+
+    def random(count: int, *shape: int) -> torch.Tensor:
+        return torch.randint(count, shape, generator=generator, device=value.device)
+
+    if family == "offset":
+        moved = wide * 2 + 0.5
+    elif family == "scaled":
+        moved = wide * 8
+    elif family == "spike":
+        moved = wide.clone()
+        place = int(random(value.numel(), 1))
+        moved[_index(place, value.shape)] = 8 * wide.abs().max()
+    elif family == "integers":  # exact in every dtype; what had no negative values gets none
+        low = 0 if bool((wide >= 0).all()) else -3
+        moved = (random(4 - low, *value.shape) + low).double()
+    elif family == "ties":
+        few = wide.reshape(-1)[random(value.numel(), 4)]
+        moved = few[random(4, *value.shape)]
+    elif family == "cancelling":  # neighbours along the last axis cancel but for a hundredth
+        moved = wide.clone()
+        if value.ndim and value.shape[-1] > 1:
+            pairs = value.shape[-1] // 2
+            moved[..., 1:2 * pairs:2] = moved[..., 1:2 * pairs:2] * 0.01 - moved[..., 0:2 * pairs:2]
+        if bool((wide >= 0).all()):
+            moved = moved.abs()
+    else:  # uneven: the first quarter looks as drawn, the rest is far larger, as no sample of the beginning tells
+        moved = wide.clone()
+        if value.ndim:
+            moved[..., value.shape[-1] // 4:] *= 16
+    return torch.where(finite, moved.clamp(-largest, largest), value.double())
+
+
+def disturbed(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
+    """A floating tensor with one element, at a random place, changed in a way that matters; None where that is not possible.
+
+    What keys its answers by a fingerprint of the contents has not seen these.
+    """
+    if not value.is_floating_point() or value.numel() == 0 or _shares_memory(value):
+        return None
+    place = _index(int(torch.randint(value.numel(), (1,), generator=generator, device=value.device)), value.shape)
+    changed = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+    old = float(value[place])
+    if not math.isfinite(old):
+        return None
+    largest = float(value[torch.isfinite(value)].abs().max()) or 1.0
+    new = old + largest if old < 0 or abs(old) < largest / 2 else old - largest
+    changed[place] = max(-torch.finfo(value.dtype).max, min(torch.finfo(value.dtype).max, new))
+    return changed
 
 
 def _shares_memory(value: torch.Tensor) -> bool:
@@ -304,7 +353,11 @@ def _class(t: torch.Tensor) -> torch.Tensor:
     return torch.isnan(t).int() * 3 + torch.isposinf(t).int() + torch.isneginf(t).int() * 2
 
 
-def family_for(contract: Contract, index: int) -> tuple[str, ...]:
-    """Families for the index-th check case: always the drawn one, and one other in turn."""
+def families_for(contract: Contract, index: int, count: int) -> tuple[str, ...]:
+    """Families for the index-th of `count` cases: always the drawn one, then the others dealt out, so that every family is
+    met by each candidate; more than one where there are more families than cases."""
     others = [f for f in contract.families if f != "drawn"]
-    return ("drawn", others[index % len(others)]) if others else ("drawn",)
+    if not others:
+        return ("drawn",)
+    dealt = others[index % count::count] or [others[index % len(others)]]
+    return ("drawn", *dealt)
