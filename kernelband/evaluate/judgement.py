@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from kernelband.evaluate.zygote import CandidateError, ChildDied
 
-
 LAYERS = {
     "load": "the source must import and its kernels compile and launch",
     "deadline": "every request has a deadline; the process is killed at it",

@@ -96,7 +96,8 @@ class ModelledJudge:
         if beyond:
             raise Refused("unsafe_memory", f"{where}: wrote outside of argument {beyond[0]!r}", "guard")
         if not verdict.ok:
-            raise Refused(verdict.kind, f"{where} ({family} inputs): {verdict.detail}", "values" if family == "drawn" else "families")
+            raise Refused(verdict.kind, f"{where} ({family} inputs): {verdict.detail}",
+                          "values" if family == "drawn" else "families")
         if changed:
             raise Refused("tampered", f"{where}: the call changed its input {changed[0]!r}, which the contract does "
                                       f"not allow", "inputs")
