@@ -27,7 +27,7 @@ from kernelband.events import Resumed, RunStarted
 from kernelband.folder import RunFolder
 from kernelband.report import summary
 from kernelband.report.table import altered
-from kernelband.search import State, contradiction, fold
+from kernelband.search import State, contradiction, fold, screened
 from kernelband.task import LoadedTask, load
 from policies import MAKERS, rules
 
@@ -134,12 +134,12 @@ async def _again(run: RunFolder, cold: RunFolder, task: LoadedTask, where: devic
                     compile_s=limits.compile_seconds, check_s=limits.check_seconds, hide=[run.path])
     try:
         await shop.open(say)
-        return await _judged(shop, run, best, base)
+        return await _judged(shop, run, best, base, screened(state))
     finally:
         await shop.close()
 
 
-async def _judged(shop: Any, run: RunFolder, best: str, base: str) -> Judgement | str:
+async def _judged(shop: Any, run: RunFolder, best: str, base: str, among: int) -> Judgement | str:
     sources = {"baseline": run.source(base), "winner": run.source(best)}
     compiled = {}
     for what, source in sources.items():
@@ -152,4 +152,4 @@ async def _judged(shop: Any, run: RunFolder, best: str, base: str) -> Judgement 
     first = await shop.baseline(base, sources["baseline"], compiled["baseline"])
     if first.kind != "measured":
         return f"the baseline fell: {first.kind}: {first.detail}"
-    return await shop.final(best, sources["winner"], compiled["winner"])
+    return await shop.final(best, sources["winner"], compiled["winner"], among)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -59,6 +60,8 @@ def result_from(judgement: Judgement, facts: dict[str, float], load: dict[str, f
         times={c: CaseTime(us=t[0], low=t[1], high=t[2], samples=t[3]) for c, t in judgement.times.items()},
         log_speedup=judgement.log_speedup, low=judgement.low, high=judgement.high, sd=judgement.sd,
         level=judgement.level, facts=facts, load=load, rung=rung, checks=judgement.checks,  # type: ignore[arg-type]
+        gain=judgement.gain, bound=judgement.bound if math.isfinite(judgement.bound) else 0.0, floor=judgement.floor,
+        graph=judgement.graph,
     )
 
 
@@ -115,7 +118,8 @@ class Driver:
         if not any(offers.values()):
             self.dry = "no rule applies: " + _line(await self.shop.reasons(source))
             self.view.say(f"Nothing to try: {self.dry}")
-        self.record(BaselineJudged(candidate=name, result=result_from(judgement, facts, load, rung), moves=offers))
+        self.record(BaselineJudged(candidate=name, result=result_from(judgement, facts, load, rung), moves=offers,
+                                   rates=judgement.rates))
 
     async def restore_baseline(self) -> None:
         """A resumed run: make the judges know the baseline again. Raises RunFailed when it no longer holds here."""
@@ -248,8 +252,8 @@ class Driver:
             self.view.refresh(self.state, self.status)
 
     def _gain(self, result: Result) -> bool:
-        """Whether a final result is one to hand over: rewritten code that is not faster is only other code."""
-        return result.low > 0 if self.shop.measured else result.log_speedup > 0.01
+        """Whether a final result is one to hand over: rewritten code that is not surely faster is only other code."""
+        return bool(result.gain) if self.shop.measured else result.log_speedup > 0.01
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -263,7 +267,7 @@ class Driver:
         for _ in range(FINAL_TRIES):
             try:
                 compiled = await self.shop.compile(source)
-                judgement = await self.shop.final(name, source, compiled)
+                judgement = await self.shop.final(name, source, compiled, search.screened(self.state))
             except (UserError, RunFailed) as err:
                 why, unexpected = str(err), isinstance(err, Unexpected)
                 continue

@@ -12,10 +12,14 @@ from typing import Any
 import ray
 
 from cluster.faults import ActorLost, Unexpected, plain
+from kernelband.errors import Quarantined
 
 
 class Pool:
     """`size` actors of one kind, one call at a time with each.
+
+    An actor that raises Quarantined gets no more calls, and stays alive so that nobody is given its GPU; its call is made by
+    another. When none is left the last one's Quarantined is raised.
 
     on_new: sets up an actor that takes the place of a lost one; it enters the pool only when that is done.
     """
@@ -27,6 +31,7 @@ class Pool:
         for i in range(size):
             self._free.put_nowait(i)
         self.waiting = 0
+        self.retired: dict[int, Quarantined] = {}
 
     async def call(self, method: str, *args: Any) -> Any:
         """The result of one call. A dead actor is replaced and the call made once more; then ActorLost.
@@ -34,18 +39,32 @@ class Pool:
         Raises UserError and RunFailed as the actor did, and Unexpected for all else that it raised; an actor that did so
         is not trusted again.
         """
+        while True:
+            index = await self._take()
+            try:
+                try:
+                    return await self._once(index, method, args)
+                except ActorLost:
+                    return await self._once(index, method, args)
+            except Quarantined as err:
+                self.retired[index] = err
+                if len(self.retired) == len(self.actors):
+                    self._free.put_nowait(index)  # others that wait have to learn it too
+                    raise
+            finally:
+                if index not in self.retired:
+                    self._free.put_nowait(index)
+
+    async def _take(self) -> int:
         self.waiting += 1
         try:
             index = await self._free.get()
         finally:
             self.waiting -= 1
-        try:
-            try:
-                return await self._once(index, method, args)
-            except ActorLost:
-                return await self._once(index, method, args)
-        finally:
+        if index in self.retired:
             self._free.put_nowait(index)
+            raise self.retired[index]
+        return index
 
     async def each(self, method: str, *args: Any) -> list[Any]:
         """Call every actor; for set-up and warnings. Raises as `call` does, without a second attempt."""

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +19,14 @@ from typing import Any
 from cluster import actors as _actors
 from cluster import local
 from cluster.pool import Batcher, Pool
-from kernelband.device import Device, Peaks
+from kernelband.device import Device, Peaks, overridden
 from kernelband.errors import RunFailed
 from kernelband.evaluate import profile
 from kernelband.evaluate.compile import Compiled, Target
 from kernelband.evaluate.judgement import Judgement
 from kernelband.evaluate.specs import shapes_only
 from kernelband.folder import RunFolder
+from kernelband.journal import NAME as JOURNAL
 from kernelband.task import LoadedTask
 from kernelband.writers import Request, Written
 
@@ -38,7 +40,7 @@ PATIENCE_S = 60.0
 def target_of(device: Device, peaks: Peaks | None) -> Target:
     """What candidates are compiled for. Raises RunFailed when a GPU that is not in the table does not answer."""
     if peaks is not None:
-        return Target("cuda", peaks.arch, 32, peaks.max_shared_bytes,
+        return Target(peaks.backend, peaks.arch, peaks.warp, peaks.max_shared_bytes,
                       {"multi_processor_count": peaks.sms, "name": device.name})
     # A GPU that is not in the table: ask the driver, in a process of its own so that this one stays without a context.
     code = ("import torch,json;p=torch.cuda.get_device_properties(0);"
@@ -52,6 +54,16 @@ def target_of(device: Device, peaks: Peaks | None) -> Target:
     except ValueError:
         raise RunFailed(f"the GPU {device.name!r} did not answer: {' '.join(done.stderr[-300:].split())}") from None
     return Target("cuda", arch, 32, shared, {"multi_processor_count": sms, "name": device.name})
+
+
+def _beside(run: Path) -> list[Path]:
+    """The folder of runs around this one, so that later ones are meant too; the runs in it, where it holds other things."""
+    try:
+        around = list(run.parent.iterdir())
+    except OSError:
+        return []
+    runs = [p for p in around if os.path.isfile(p / JOURNAL)]
+    return [run.parent] if len(runs) == len(around) else runs
 
 
 class Workshop:
@@ -68,8 +80,10 @@ class Workshop:
         target = target_of(device, peaks)
         roles = ("check", "timed", "held_out") if device.measured else ("timed",)
         cases = [shapes_only(task.task, c) for c in task.task.with_role(*roles)]  # type: ignore[arg-type]
-        # Candidates see no file of the run: not the oracle, not each other. Workers may stand in another folder.
-        hidden = [str(p.resolve()) for p in (folder.path, *hide)]
+        # Candidates see no file of this run or one beside it: not the oracle, not each other. Nor the task where the user has
+        # it. Workers may stand in another folder.
+        private = [p.resolve() for p in (folder.path, *hide)]
+        hidden = [str(p) for p in (*private, *(p for run in private for p in _beside(run)), task.folder.resolve())]
         cache, oracle = str(folder.cache.resolve()), str(folder.task.resolve())
         self.tried = list(tried)
         self.writers = Pool(lambda: actors.RewriterActor.remote(seed, list(self.tried)), 1)
@@ -151,7 +165,15 @@ class Workshop:
             return judgement
         self._baseline = (name, source, self._remember(name, compiled))
         told = [Judgement(**j) for j in await self.judges.each("baseline", *self._baseline)]
+        self._know_rates(told[0].rates)
         return next((j for j in told if j.kind != "measured"), told[0])
+
+    def _know_rates(self, rates: Mapping[str, float]) -> None:
+        """Headroom is judged against what this GPU does, not against its datasheet."""
+        if self.peaks is not None and rates:
+            half = rates.get("float16_tflops")
+            tensor = {"float16": half, "bfloat16": half} if half else None
+            self.peaks = overridden(self.peaks, rates.get("dram_gbs"), tensor)
 
     async def _restore_baseline(self, actor: Any) -> None:
         """A GPU actor that takes the place of a lost one has to time the baseline first. Raises RunFailed if it cannot."""
@@ -178,9 +200,10 @@ class Workshop:
         self._caches[name] = str(compiled.cache) if compiled.cache else None
         return self._caches[name]
 
-    async def final(self, name: str, source: str, compiled: Compiled) -> Judgement:
+    async def final(self, name: str, source: str, compiled: Compiled, screened: int) -> Judgement:
+        """screened: how many candidates were judged, of which this one was picked."""
         if self.measured:
-            return Judgement(**await self.judges.call("final", name, source, self._remember(name, compiled)))
+            return Judgement(**await self.judges.call("final", name, source, self._remember(name, compiled), screened))
         return await self._model(source, compiled, True)
 
     async def _model(self, source: str, compiled: Compiled, held_out: bool) -> Judgement:

@@ -18,6 +18,10 @@ class RunFailed(Exception):
     exit_code = 1
 
 
+class Quarantined(RunFailed):
+    """A GPU failed its health check and must not be used any more; others may go on."""
+
+
 class Interrupted(RunFailed):
     """The user asked to leave (exit code 130). What was journalled is kept."""
 

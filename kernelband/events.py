@@ -57,6 +57,9 @@ class Result(_Event):
     [low, high] and its standard deviation.
     facts: compiled facts, summarised (registers, spills, shared, num_warps, num_stages, occupancy), and the modelled
     or measured share of each resource's peak (`load`: resource -> 0..1); rung: where the load comes from.
+    Of a measured final result: gain says whether it counts as a gain; bound: the lower bound of log_speedup used for that,
+    one-sided at 99 % and corrected for the number screened; floor: what identical code seemed to gain (a share); graph: case ->
+    microseconds of (baseline, candidate) in a CUDA graph, for calls that are mostly launch.
     """
 
     times: dict[str, CaseTime]
@@ -69,6 +72,10 @@ class Result(_Event):
     load: dict[str, float] = {}
     rung: str = ""
     checks: dict[str, str] = {}
+    gain: bool | None = None
+    bound: float = 0.0
+    floor: float = 0.0
+    graph: dict[str, tuple[float, float]] = {}
 
 
 class RunStarted(_Event):
@@ -89,10 +96,13 @@ class RunStarted(_Event):
 
 
 class BaselineJudged(_Event):
+    """The start of the search. rates: what the GPU itself copies (dram_gbs) and multiplies (float16_tflops), measured."""
+
     event: Literal["baseline_judged"] = "baseline_judged"
     candidate: str
     result: Result
     moves: dict[str, dict[str, int]]
+    rates: dict[str, float] = {}
 
 
 class PullOrdered(_Event):

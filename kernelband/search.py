@@ -187,6 +187,11 @@ def fold(state: State, event: Any) -> State:
     return state
 
 
+def screened(state: State) -> int:
+    """How many candidates were timed so far: among so many the fastest was picked, which a final interval has to allow for."""
+    return sum(o.kind == "measured" for o in state.outcomes.values())
+
+
 def visible(state: State, pull: int) -> dict[int, PullEnded]:
     """The outcomes that the decision on `pull` may see."""
     lag = state.start.lag if state.start else 0

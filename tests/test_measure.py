@@ -9,14 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernelband.evaluate.measure import (
+    Race,
     Ratio,
     Slice,
     alternate,
     calls_for,
     combine_runs,
+    counts_as_gain,
     disagreement,
     mean_over_cases,
     median_interval,
+    noise_floor,
     ratio,
     untimely,
 )
@@ -86,7 +89,7 @@ def test_cases_are_averaged_in_the_log():
 def test_a_kernel_that_works_only_when_watched_is_told():
     honest = disagreement([600.0] * 9, [450.0] * 9, 3, 100.0, 50.0)
     cheat = disagreement([600.0] * 9, [600.0] * 9, 3, 100.0, 1.0)
-    assert honest == "" and "short checked slices" in cheat
+    assert honest == "" and "checked whole" in cheat
 
 
 def test_events_that_miss_the_work_are_told():
@@ -102,3 +105,53 @@ def test_intervals_of_few_pairs_cover_the_truth():
         told = ratio([(Slice(100 * math.exp(x), 0), Slice(100, 0)) for x in noise], i)
         inside += told.low <= 0.02 <= told.high
     assert inside / 400 >= 0.93
+
+
+def compared(rng, truth, pairs=8, noise=0.011):
+    return ratio([(Slice(100 * math.exp(truth + noise * x), 0), Slice(100, 0)) for x in rng.standard_normal(pairs)])
+
+
+def test_identical_code_is_all_but_never_a_gain_even_when_picked_from_many():
+    """The winner's curse: of 40 equal candidates the luckiest is taken to the final, where fresh samples decide."""
+    rng = np.random.default_rng(3)
+    assert not any(counts_as_gain([compared(rng, 0.0) for _ in range(3)], 40, 0.0)[0] for _ in range(300))
+
+
+def test_a_gain_counts_when_its_corrected_bound_clears_two_per_cent_and_the_floor():
+    rng = np.random.default_rng(4)
+    runs = [compared(rng, math.log(1.10)) for _ in range(3)]
+    fine, bound = counts_as_gain(runs, 40, 0.0)
+    assert fine and math.log(1.02) < bound < math.log(1.10)
+    assert not counts_as_gain(runs, 40, 0.12)[0]
+    assert not counts_as_gain(runs[:1], 40, 0.0)[0]  # one process pair is none
+
+
+def test_two_process_pairs_have_to_show_a_gain():
+    good, none = Ratio(0.3, 0.29, 0.31, 0.003, 8, freedom=7), Ratio(0.0, -0.01, 0.01, 0.003, 8, freedom=7)
+    assert counts_as_gain([good, good, good], 1, 0.0)[0]
+    assert not counts_as_gain([good, none, none], 1, 0.0)[0]
+
+
+@given(screened=st.integers(1, 10_000))
+def test_the_more_were_screened_the_lower_the_bound(screened):
+    runs = [Ratio(0.1, 0.09, 0.11, 0.004, 8, freedom=7)] * 3
+    assert counts_as_gain(runs, screened + 1, 0.0)[1] <= counts_as_gain(runs, screened, 0.0)[1] < 0.1
+
+
+def test_the_noise_floor_is_what_identical_code_may_seem_to_gain():
+    assert noise_floor([Ratio(-0.01, -0.02, 0.0, 0.005, 8)]) == pytest.approx(math.expm1(0.01 + 2.58 * 0.005))
+    assert noise_floor([]) == 0.0
+
+
+def test_a_race_ends_at_once_for_what_is_far_behind_and_not_for_what_is_close():
+    assert Race(0.03, 0.01).lost(-0.5)
+    near = Race(0.03, 0.01)
+    assert not any(near.lost(-0.02) for _ in range(50))
+
+
+def test_a_race_hardly_ever_drops_an_equal_whatever_the_round_at_which_it_is_looked_at():
+    rng, dropped = np.random.default_rng(5), 0
+    for _ in range(500):
+        race = Race(0.0, 0.005)  # sigma 0.01 after doubling
+        dropped += any(race.lost(0.01 * x) for x in rng.standard_normal(40))
+    assert dropped / 500 <= 0.02

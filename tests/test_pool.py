@@ -10,7 +10,7 @@ from cluster import local, pool
 from cluster.faults import ActorLost, Unexpected, first_line, plain
 from cluster.pool import Batcher, Pool
 from cluster.workshop import Workshop
-from kernelband.errors import RunFailed, UserError
+from kernelband.errors import Quarantined, RunFailed, UserError
 from kernelband.writers import Request, Written
 from kernelband.writers.mechanical import Rewriter
 
@@ -226,3 +226,19 @@ def test_an_actor_that_cannot_start_ends_the_command_in_one_line(task, tmp_path,
     assert done.returncode in (1, 2) and "only here" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and len([x for x in done.stderr.splitlines() if x.startswith("kernelband:")]) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_quarantined_gpu_gets_no_more_calls_and_its_call_goes_to_another():
+    bad, good = Actor(crossed(Quarantined("GPU 0 failed twice"))), Actor(1, 2, 3)
+    made = iter([bad, good])
+    p = Pool(lambda: next(made), 2)
+    assert [asyncio.run(p.call("judge")) for _ in range(3)] == [1, 2, 3]
+    assert len(bad.calls) == 1 and not bad.killed  # alive: else somebody would be given its GPU
+
+
+def test_when_every_gpu_is_quarantined_the_run_says_so():
+    made = iter([Actor(crossed(Quarantined("GPU 0 failed twice"))), Actor(crossed(Quarantined("GPU 1 failed twice")))])
+    p = Pool(lambda: next(made), 2)
+    for _ in range(2):
+        with pytest.raises(Quarantined, match="failed twice"):
+            asyncio.run(p.call("judge"))

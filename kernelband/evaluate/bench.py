@@ -6,9 +6,12 @@ check what came back. It keeps the clock (`time.perf_counter_ns` of this process
 
 from __future__ import annotations
 
+import contextlib
 import math
+import random
 import secrets
 import time
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -16,14 +19,14 @@ import torch
 from kernelband.evaluate import verify
 from kernelband.evaluate.measure import Slice, calls_for
 from kernelband.evaluate.specs import describe
-from kernelband.evaluate.transport import Outputs, Shared, Slot
+from kernelband.evaluate.transport import Outputs, Shared, Slot, scales
 from kernelband.evaluate.verify import Truth, Verdict
 from kernelband.task import Case, Task
 
 SAMPLE = 1 << 20
 """Elements of an output that are compared inside the clock; everything is compared outside of it."""
 
-POISONS = (float("nan"), 7.25, -3.0e4)
+POISONS = (float("nan"), 7.25, -3.0e4, None)
 DEVICE = "cuda"
 MUTATED_SLOTS = 32
 MEMORY_SHARE = 0.15
@@ -31,11 +34,11 @@ MEMORY_SHARE = 0.15
 
 
 class Wrong(Exception):
-    """A checked call did not give the right result. `verdict` says how."""
+    """A checked call did not give the right result. `verdict` says how, `layer` what noticed."""
 
-    def __init__(self, verdict: Verdict):
+    def __init__(self, verdict: Verdict, layer: str):
         super().__init__(verdict.detail)
-        self.verdict = verdict
+        self.verdict, self.layer = verdict, layer
 
 
 class Bench:
@@ -43,11 +46,16 @@ class Bench:
 
     slots: how many sets of inputs are used in turn; None for so many that inputs and outputs of all of them are three times
     the L2 cache (`l2_bytes`), within MEMORY_SHARE of `free_bytes`. An argument that the contract calls constant is drawn
-    once and shared by all slots.
+    once and shared by all slots. guard: None for plain buffers, else whether guarded ones lie at the end of their mappings.
+    off: layers (judgement.LAYERS) that are left out.
+
+    Contents of a slot are its drawn inputs times a factor that is new in every slice (floating tensors only), so that no
+    contents come twice, by address or by value. What is right for them is worked out when it is asked for.
     """
 
-    def __init__(self, task: Task, case: Case, slots: int | None, timeout_s: float, l2_bytes: int = 0, free_bytes: int = 0):
-        self.task, self.case, self.timeout_s = task, case, timeout_s
+    def __init__(self, task: Task, case: Case, slots: int | None, timeout_s: float, l2_bytes: int = 0, free_bytes: int = 0,
+                 guard: bool | None = None, off: Collection[str] = ()):
+        self.task, self.case, self.timeout_s, self.off = task, case, timeout_s, off
         self.once = bool(task.contract.mutates)
         drawn = self._draw("drawn")
         right = verify.truth(task, case, drawn)
@@ -57,63 +65,143 @@ class Bench:
         self._constants = {n: Shared(v) for n, v in self.constant.items()}
         for name, shared in self._constants.items():
             shared.tensor.copy_(self.constant[name])
-        self.slots = {f"{case.name}/{i}": Slot(drawn, self._constants) for i in range(slots)}
-        self.truths: dict[str, Truth] = {}
+        self.slots = {f"{case.name}/{i}": Slot(drawn, self._constants, guard) for i in range(slots)}
+        self.drawn: dict[str, dict[str, Any]] = dict.fromkeys(self.slots, drawn)
+        self.factors: dict[str, float] = dict.fromkeys(self.slots, 1.0)
+        self._truths: dict[str, Truth] = {}
         self.limits: dict[str, list[float]] = {}
         self.outputs = Outputs(verify.output_specs(task, right), right.honest)
         self.out_name = f"{case.name}/out"
         self.calls = slots
         self.overhead_us = 0.0
+        self.seconds = 0.0
+        """Seconds of slices (hand-over taken off) and of the oracle on a timed case, by this process's clock, since somebody set
+        it to 0."""
+        self._read: list[torch.Tensor] | None = None
 
     def _draw(self, family: str) -> dict[str, Any]:
         return verify.draw(self.task, self.case, secrets.randbits(62), family, DEVICE)
 
-    def bindings(self) -> dict[str, Any]:
-        """What a child needs to open the buffers (payload of `bind`)."""
-        return {"slots": {n: s.specs for n, s in self.slots.items()}, "outputs": {self.out_name: self.outputs.specs}}
-
-    def refill(self, family: str = "drawn") -> None:
-        """Fresh secret inputs in every slot, at the same addresses, and what is right for them."""
+    def bind(self, child: Any) -> None:
+        """Open the buffers in a child."""
+        outputs: dict[str, Any] = {self.out_name: self.outputs.specs}
         for name, slot in self.slots.items():
-            inputs = {**self._draw(family), **self.constant}
-            slot.fill(inputs)
-            self.truths[name] = verify.truth(self.task, self.case, inputs)
-            self.limits[name] = self._limits(self.truths[name])
+            child.request("bind", timeout_s=self.timeout_s, fds=slot.descriptors, slots={name: slot.specs}, outputs=outputs)
+            outputs = {}
+
+    # -- contents -----------------------------------------------------------------------------------------------
+
+    def fill(self, name: str, family: str = "drawn") -> None:
+        """Fresh secret inputs in one slot, at the same addresses."""
+        self._show(name, {**self._draw(family), **self.constant}, 1.0)
         _wait()
 
-    def restore(self) -> None:
-        """Undo what calls may do to mutated arguments."""
-        for name, slot in self.slots.items():
-            slot.fill(self.truths[name].inputs)
+    def refill(self) -> None:
+        """Fresh secret inputs in every slot."""
+        for name in self.slots:
+            self._show(name, {**self._draw("drawn"), **self.constant}, 1.0)
         _wait()
 
-    def rotate(self) -> None:
-        """Give every slot the contents of the next one: an address that was seen before holds other data now."""
-        names = list(self.slots)
-        for table in (self.truths, self.limits):
-            moved = [table[n] for n in (*names[1:], names[0])]  # type: ignore[index]
-            table.update(zip(names, moved, strict=True))  # type: ignore[arg-type]
-        self.restore()
+    def disturb(self, name: str) -> bool:
+        """Change one element of each floating input of a slot; False if it has none."""
+        generator = torch.Generator(device=DEVICE)
+        generator.manual_seed(secrets.randbits(62))
+        changed = {}
+        for argument, value in self.drawn[name].items():
+            if isinstance(value, torch.Tensor) and argument not in self.constant:
+                other = verify.disturbed(value, generator)
+                if other is not None:
+                    changed[argument] = other
+        if changed:
+            self._show(name, {**self.drawn[name], **changed}, self.factors[name])
+            _wait()
+        return bool(changed)
+
+    def renew(self) -> None:
+        """Other contents at the same addresses in every slot: drawn inputs times a new factor, or drawn anew without floats."""
+        for name, drawn in self.drawn.items():
+            if "fresh" in self.off:
+                self._show(name, drawn, self.factors[name])
+            elif any(isinstance(v, torch.Tensor) and v.is_floating_point() and n not in self.constant for n, v in drawn.items()):
+                self._show(name, drawn, random.SystemRandom().uniform(0.75, 1.25))
+            else:
+                self._show(name, {**self._draw("drawn"), **self.constant}, 1.0)
+        _wait()
+
+    def restore(self, name: str | None = None) -> None:
+        """Undo what calls may do to mutated arguments, in one slot or in all."""
+        for slot in self.slots if name is None else (name,):
+            self.slots[slot].fill(self.drawn[slot], self.factors[slot])
+        _wait()
+
+    def _show(self, name: str, drawn: dict[str, Any], factor: float) -> None:
+        self.drawn[name], self.factors[name] = drawn, factor
+        self.slots[name].fill(drawn, factor)
+        self._truths.pop(name, None)
+
+    def inputs(self, name: str) -> dict[str, Any]:
+        """What the trusted side wrote into a slot, worked out again: the buffer itself may have been written to since."""
+        factor = self.factors[name]
+        return {n: v * factor if factor != 1.0 and n in self.slots[name].own and scales(v) else v
+                for n, v in self.drawn[name].items()}
+
+    def truth(self, name: str) -> Truth:
+        """What is right for the contents of a slot."""
+        if name not in self._truths:
+            with self._spent():
+                self._truths[name] = verify.truth(self.task, self.case, self.inputs(name))
+                self.limits[name] = self._limits(self._truths[name])
+                _wait()
+        return self._truths[name]
 
     def altered(self) -> str | None:
         """The first input, of any slot, that no longer holds what the trusted side wrote."""
         for name, slot in self.slots.items():
-            changed = slot.altered(self.truths[name].inputs, self.task.contract.mutates)
+            changed = slot.altered(self.inputs(name), self.task.contract.mutates)
             if changed:
                 return changed[0]
         return None
 
+    @contextlib.contextmanager
+    def _spent(self) -> Iterator[None]:
+        begin = time.perf_counter_ns()
+        yield
+        if self.case.role == "timed":  # elsewhere it is the host's work more than the GPU's
+            self.seconds += (time.perf_counter_ns() - begin) / 1e9
+
+    def forget(self) -> None:
+        """Results that were read before are nobody's concern any more: their child has ended."""
+        self._read = None
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def _blank(self, which: int | None = None) -> None:
+        """Poison the outputs; before that, see whether somebody wrote to them after they were read. Raises Wrong."""
+        late, self._read = self._read, None
+        if late is not None and "late" not in self.off:
+            now = self.outputs.fingerprint()
+            if not all(bool(a == b) for a, b in zip(late, now, strict=True)):
+                raise Wrong(Verdict(False, "tampered", "a result was written to after it had been read", math.inf), "late")
+        self.outputs.poison(POISONS[secrets.randbelow(len(POISONS)) if which is None else which % len(POISONS)])
+
     def check(self, child: Any, slot: str, poison: int = 0) -> Verdict:
-        """One call, everything compared: result, and that inputs were left alone."""
-        self.outputs.poison(POISONS[poison % len(POISONS)])
+        """One call, everything compared: result, that inputs were left alone, and what lies around them. Raises Wrong."""
+        right = self.truth(slot)
+        self._blank(poison)
         _wait()
         reply = child.request("call", timeout_s=self.timeout_s, slot=slot, output=self.out_name)
-        right = self.truths[slot]
-        verdict = verify.judge(right, self.outputs.tensors, _said(reply), self.task.contract)
-        changed = self.slots[slot].altered(right.inputs, self.task.contract.mutates)
+        said = _said(reply)
+        verdict = verify.judge(right, self.outputs.tensors, said, self.task.contract)
+        self._read = self.outputs.fingerprint()
+        beyond = self.slots[slot].overrun() if "guard" not in self.off else []
+        if beyond:
+            raise Wrong(Verdict(False, "unsafe_memory", f"the call wrote outside of argument {beyond[0]!r}", math.inf), "guard")
+        changed = [] if "inputs" in self.off else self.slots[slot].altered(right.inputs, self.task.contract.mutates)
         if changed:
-            return Verdict(False, "tampered", f"the call changed its input {changed[0]!r}, which the contract does not "
-                                              f"allow", math.inf)
+            raise Wrong(Verdict(False, "tampered", f"the call changed its input {changed[0]!r}, which the contract does not "
+                                                   f"allow", math.inf), "inputs")
+        if not verdict.ok and any(not isinstance(s, dict) or s.get("written") is not True for s in said or [None]):
+            raise Wrong(verdict, "form")
         return verdict
 
     def _limits(self, right: Truth) -> list[float]:
@@ -132,62 +220,100 @@ class Bench:
             limits.append(float(tolerance.max_ratio * gap + 2 * floor))
         return limits
 
-    def _sampled_right(self, slot: str, reply: dict[str, Any], at: float) -> bool:
-        """Whether a stretch of every output, beginning at the share `at` of what is possible, is right. Inside the clock:
-        as few operations as can be."""
+    def _wanted(self, slot: str, at: float) -> list[tuple[float, int, torch.Tensor, torch.Tensor]]:
+        """What a sample must be: per output (limit, first element, truth, honest run) of the stretch that begins at the share
+        `at` of what is possible."""
+        right = self.truth(slot)
+        parts = []
+        for limit, exact, honest in zip(self.limits[slot], right.exact, right.honest, strict=True):
+            begin = int(at * max(1, honest.numel() - SAMPLE + 1))
+            wanted, near = (t.reshape(-1)[begin:begin + SAMPLE].clone() for t in (exact, honest))
+            parts.append((limit, begin, wanted, near))
+        return parts
+
+    def _sampled_right(self, wanted: list[tuple[float, int, torch.Tensor, torch.Tensor]], reply: dict[str, Any]) -> bool:
+        """Whether a stretch of every output is right. Inside the clock: as few operations as can be."""
         if not all(isinstance(s, dict) and s.get("written") is True for s in _said(reply)):
             return False
-        right = self.truths[slot]
-        for limit, exact, honest, got in zip(self.limits[slot], right.exact, right.honest, self.outputs.tensors, strict=True):
+        for (limit, begin, exact, near), got in zip(wanted, self.outputs.tensors, strict=True):
             if limit == math.inf:
                 continue
-            begin = int(at * max(1, got.numel() - SAMPLE + 1))
-            part, near = (t.reshape(-1)[begin:begin + SAMPLE] for t in (got, honest))
+            part = got.reshape(-1)[begin:begin + SAMPLE]
             if limit == 0.0:
                 if bool(verify.differs(near, part).any()):
                     return False
                 continue
-            wanted = exact.reshape(-1)[begin:begin + SAMPLE]
             # NaN <= x is false, so poison and stray NaNs fail; what has no finite truth in the dtype is left to the full check.
-            fine = (part - wanted).abs() <= limit
-            if not bool(fine.all()) and not bool((fine | ~torch.isfinite(wanted.to(part.dtype))).all()):
+            fine = (part - exact).abs() <= limit
+            if not bool(fine.all()) and not bool((fine | ~torch.isfinite(exact.to(part.dtype))).all()):
                 return False
         return True
 
-    def slice(self, child: Any, calls: int | None = None) -> Slice:
-        """One slice by this process's clock: from release to a checked sample of a slot chosen before, unknown to the child.
-
-        Outside of the clock: contents move to other addresses, a few calls warm up, outputs are poisoned.
-        Raises Wrong when the sample is not right.
-        """
+    def _ready(self, child: Any, count: int, graph: bool) -> list[str]:
+        """Before the clock starts: other contents in every slot, a few calls to warm up, blank outputs."""
         names = list(self.slots)
-        self.rotate()
+        self.renew()
         # One call more than there are slots: then the child's allocator holds every buffer that the slice will need.
-        child.request("slice", timeout_s=self.timeout_s, slots=names, calls=min(4, len(names) + 1))
+        child.request("slice", timeout_s=self.timeout_s, slots=names, calls=count if graph else min(4, len(names) + 1),
+                      graph=graph)
         if self.once:
             self.restore()
-        self.outputs.poison(POISONS[secrets.randbelow(len(POISONS))])
-        _wait()
+        return names
+
+    def slice(self, child: Any, calls: int | None = None, graph: bool = False) -> Slice:
+        """One slice by this process's clock: from release to a checked sample of a slot chosen before, unknown to the child.
+
+        Outside of the clock: every slot gets other contents, in the sampled one an element is changed on top, a few
+        calls warm up, outputs are poisoned. graph: the calls are captured in a CUDA graph before and replayed.
+        Raises Wrong when the sample is not right, or when the inputs of that slot were written to.
+        """
         count = self.calls if calls is None else calls
+        names = self._ready(child, count, graph)
         slot, at = names[secrets.randbelow(min(len(names), max(1, count)))], secrets.randbelow(1 << 20) / (1 << 20)
+        if "fresh" not in self.off:
+            self.disturb(slot)
+        wanted = self._wanted(slot, at)
+        self._blank()
+        _wait()
         begin = time.perf_counter_ns()
-        said = child.request("slice", timeout_s=self.timeout_s, slots=names, calls=count)
+        said = child.request("slice", timeout_s=self.timeout_s, slots=names, calls=count, graph=graph)
         reply = child.request("deliver", timeout_s=self.timeout_s, slot=slot, output=self.out_name)
-        right = self._sampled_right(slot, reply, at)
+        right = "sample" in self.off or self._sampled_right(wanted, reply)
         wall = (time.perf_counter_ns() - begin) / 1e3
-        if not right or math.inf in self.limits[slot]:
-            verdict = verify.judge(self.truths[slot], self.outputs.tensors, _said(reply), self.task.contract)
+        self.seconds += max(0.0, wall - self.overhead_us) / 1e6
+        self._read = self.outputs.fingerprint()
+        if not right or (math.inf in self.limits[slot] and "sample" not in self.off):
+            verdict = verify.judge(self.truth(slot), self.outputs.tensors, _said(reply), self.task.contract)
             if not verdict.ok or not right:
-                raise Wrong(verdict if not verdict.ok else Verdict(False, "wrong", "a timed call gave a wrong result"))
+                raise Wrong(verdict if not verdict.ok else Verdict(False, "wrong", "a timed call gave a wrong result"), "sample")
+        changed = [] if "inputs" in self.off else self.slots[slot].altered(self.inputs(slot), self.task.contract.mutates)
+        if changed:
+            raise Wrong(Verdict(False, "tampered", f"a timed call changed its input {changed[0]!r}", math.inf), "inputs")
         event = said.get("event_us")
         event = float(event) if isinstance(event, (int, float)) and math.isfinite(event) and event >= 0 else math.inf
         per = max(0.05, (wall - self.overhead_us) / max(1, count))
         return Slice(per, event / max(1, count))
 
-    def short(self, child: Any, times: int) -> list[float]:
-        """Wall microseconds of slices in which every slot is used once, so that no call's result goes unkept."""
-        count = len(self.slots)
-        return [self.slice(child, count).us * count for _ in range(times)]
+    def whole(self, child: Any) -> float:
+        """Wall microseconds of a slice in which every slot is used once and every result delivered and sampled inside the clock.
+
+        Whatever a child leaves undone in slices of many calls, of which one result is looked at, it has to do here.
+        Raises Wrong.
+        """
+        names = self._ready(child, len(self.slots), False)
+        wanted = {name: self._wanted(name, secrets.randbelow(1 << 20) / (1 << 20)) for name in names}
+        random.SystemRandom().shuffle(names)
+        self._blank()
+        _wait()
+        begin = time.perf_counter_ns()
+        child.request("slice", timeout_s=self.timeout_s, slots=names, calls=len(names), graph=False)
+        for name in names:
+            reply = child.request("deliver", timeout_s=self.timeout_s, slot=name, output=self.out_name)
+            if not self._sampled_right(wanted[name], reply):
+                raise Wrong(Verdict(False, "wrong", "a timed call gave a wrong result"), "sample")
+        wall = (time.perf_counter_ns() - begin) / 1e3
+        self.seconds += wall / 1e6
+        return wall
 
     def calibrate(self, baseline: Any) -> float:
         """Fix the calls in a slice and the cost of a hand-over from the baseline; returns its microseconds a call."""
@@ -216,10 +342,13 @@ class Bench:
 
 
 def _slots(once: bool, input_bytes: int, honest: list[torch.Tensor], l2_bytes: int, free_bytes: int) -> int:
+    """So many that together they are three times the L2 cache, and that one pass over them takes some milliseconds: then
+    `whole` can tell how long the calls take."""
     results = sum(h.numel() * h.element_size() for h in honest)
-    kept = input_bytes + sum(h.numel() * (h.element_size() + 8) for h in honest)  # copies, honest run and fp64 truth
-    room = int(MEMORY_SHARE * free_bytes / max(1, kept + input_bytes + results))
-    wanted = MUTATED_SLOTS if once else min(64, math.ceil(3 * l2_bytes / max(1, input_bytes + results)))
+    touched = input_bytes + results
+    room = int(MEMORY_SHARE * free_bytes / max(1, touched + input_bytes))  # copies, inputs and results kept by a child
+    pass_bytes = 2e-3 * 4e12
+    wanted = MUTATED_SLOTS if once else min(64, math.ceil(max(3 * l2_bytes, pass_bytes) / max(1, touched)))
     return max(2, min(wanted, room))
 
 

@@ -6,12 +6,17 @@ exported. Closing frees the memory; a child that still has it open keeps its map
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from kernelband.evaluate.inside import cudrv
 from kernelband.evaluate.specs import describe, extent
+
+ALIGNED = 16
+"""Bytes to which a guarded tensor is aligned at least: what Triton's own specialisation of pointers asks for."""
 
 
 class Shared:
@@ -22,37 +27,101 @@ class Shared:
         self.handle = cudrv.export(self.pointer)
         self.tensor = cudrv.tensor(self.pointer, like.shape, like.stride(), like.dtype)
 
+    @property
+    def spec(self) -> dict[str, Any]:
+        return {"handle": self.handle, "offset": 0}
+
+    def overrun(self) -> bool:
+        return False
+
     def close(self) -> None:
         del self.tensor
         cudrv.free(self.pointer)
 
 
-class Slot:
-    """One set of arguments in shared buffers. constants: buffers of arguments that all slots of a case share."""
+class Guarded:
+    """One exported tensor between unbacked addresses: at the end of its mapping (`at_end`) or at its beginning.
 
-    def __init__(self, inputs: dict[str, Any], constants: dict[str, Shared]):
-        specs, _ = describe(inputs)
+    The rest of the mapping holds ones (NaN as floats, -1 as integers): what is read there spoils a result, and what is written
+    there is seen by `overrun`. Raises cudrv.CudaError where the driver cannot do it.
+    """
+
+    def __init__(self, like: torch.Tensor, at_end: bool):
+        size = extent(like)
+        self.pointer, self.whole, self.descriptor = cudrv.guarded(size)
+        self.offset = (self.whole - size) // ALIGNED * ALIGNED if at_end else 0
+        self.tensor = cudrv.tensor(self.pointer, like.shape, like.stride(), like.dtype, self.offset)
+        memory = cudrv.tensor(self.pointer, (self.whole,), (1,), torch.uint8)
+        self.around = [part for part in (memory[:self.offset], memory[self.offset + size:]) if part.numel()]
+        for part in self.around:
+            part.fill_(255)
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """What a child needs beside the descriptor, which travels with the request."""
+        return {"guarded": self.whole, "offset": self.offset}
+
+    def overrun(self) -> bool:
+        """Whether something was written beside the tensor; mends it."""
+        hit = any(bool((part != 255).any()) for part in self.around)
+        if hit:
+            for part in self.around:
+                part.fill_(255)
+        return hit
+
+    def close(self) -> None:
+        self.around = []
+        del self.tensor
+        os.close(self.descriptor)
+        cudrv.unmap(self.pointer, self.whole)
+
+
+class Slot:
+    """One set of arguments in shared buffers. constants: buffers of arguments that all slots of a case share. guard: None for
+    plain buffers, else whether guarded ones lie at the end of their mappings."""
+
+    def __init__(self, inputs: Mapping[str, Any], constants: Mapping[str, Any], guard: bool | None = None):
+        specs, _ = describe(dict(inputs))
         self.constants = constants
-        self.own = {n: Shared(v) for n, v in inputs.items() if isinstance(v, torch.Tensor) and n not in constants}
-        self.buffers = {**self.own, **constants}
-        self.specs = [
-            {**spec, "offset": 0, "handle": self.buffers[spec["name"]].handle} if spec["kind"] == "tensor" else spec
-            for spec in specs
-        ]
+        self.own: dict[str, Any] = {n: Shared(v) if guard is None else Guarded(v, guard) for n, v in inputs.items()
+                                    if isinstance(v, torch.Tensor) and n not in constants}
+        self.buffers: dict[str, Any] = {**self.own, **constants}
+        self.specs = [{**spec, **self.buffers[spec["name"]].spec} if spec["kind"] == "tensor" else spec for spec in specs]
         self.fill(inputs)
 
-    def fill(self, inputs: dict[str, Any]) -> None:
-        """Copy fresh contents to the same addresses; constants stay."""
-        for name, shared in self.own.items():
-            shared.tensor.copy_(inputs[name])
+    @property
+    def descriptors(self) -> list[int]:
+        """Descriptors of guarded buffers, in the order of the specs that have 'guarded'."""
+        return [self.buffers[s["name"]].descriptor for s in self.specs if "guarded" in s]
 
-    def altered(self, inputs: dict[str, Any], but: tuple[str, ...]) -> list[str]:
+    def fill(self, inputs: Mapping[str, Any], factor: float = 1.0) -> None:
+        """Copy contents to the same addresses, floating ones times `factor`; constants stay."""
+        for name, shared in self.own.items():
+            if factor != 1.0 and scales(inputs[name]):
+                torch.mul(inputs[name], factor, out=shared.tensor)
+            else:
+                shared.tensor.copy_(inputs[name])
+
+    def contents(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """`inputs` with every tensor replaced by a copy of what the buffers hold now."""
+        return {n: self.buffers[n].tensor.clone() if n in self.buffers else v for n, v in inputs.items()}
+
+    def altered(self, inputs: Mapping[str, Any], but: tuple[str, ...]) -> list[str]:
         """Arguments whose bytes are no longer those of `inputs`, except those named in `but`."""
         return [n for n, s in self.buffers.items() if n not in but and not _same_bits(s.tensor, inputs[n])]
+
+    def overrun(self) -> list[str]:
+        """Arguments beside which something was written (guarded buffers only)."""
+        return [n for n, s in self.own.items() if s.overrun()]
 
     def close(self) -> None:
         for shared in self.own.values():
             shared.close()
+
+
+def scales(value: torch.Tensor) -> bool:
+    """Whether torch multiplies this dtype by a number."""
+    return value.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -73,13 +142,24 @@ class Outputs:
     def tensors(self) -> list[torch.Tensor]:
         return [b.tensor for b in self.buffers]
 
-    def poison(self, value: float) -> None:
+    def poison(self, value: float | None) -> None:
+        """value: what floats are filled with; None for normal random numbers, which look like results."""
         for tensor in self.tensors:
-            if tensor.is_floating_point():
-                tensor.fill_(value)
-            else:  # a pattern that no counter or mask is likely to hold
+            if not tensor.is_floating_point():  # a pattern that no counter or mask is likely to hold
                 tensor.fill_(tensor.dtype == torch.bool or torch.iinfo(tensor.dtype).max // 3)
+            elif value is None and scales(tensor):
+                tensor.normal_()
+            else:
+                tensor.fill_(7.25 if value is None else value)
+
+    def fingerprint(self) -> list[torch.Tensor]:
+        """A sum over the bits of each output, on the GPU."""
+        sums = []
+        for tensor in self.tensors:
+            width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+            sums.append(tensor.view(width).sum(dtype=torch.int64))
+        return sums
 
     def close(self) -> None:
-        for shared in self.buffers:
-            shared.close()
+        for buffer in self.buffers:
+            buffer.close()

@@ -132,7 +132,7 @@ def disturbed(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor |
     old = float(value[place])
     if not math.isfinite(old):
         return None
-    largest = float(value[torch.isfinite(value)].abs().max()) or 1.0
+    largest = float(torch.nan_to_num(value, posinf=0.0, neginf=0.0).abs().max()) or 1.0
     new = old + largest if old < 0 or abs(old) < largest / 2 else old - largest
     changed[place] = max(-torch.finfo(value.dtype).max, min(torch.finfo(value.dtype).max, new))
     return changed

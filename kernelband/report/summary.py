@@ -70,13 +70,27 @@ def sentence(state: State) -> str:
     if not name or not result or (state.baseline and name == state.baseline.candidate):
         reason = state.ended.reason if state.ended else ""
         why = f" The search {'was ' if reason == 'interrupted' else 'ended because '}{reason}." if reason else ""
-        return f"No version faster than the baseline was found for {state.start.task} on {state.start.device}.{why}"
+        return (f"No version faster than the baseline was found for {state.start.task} on {state.start.device}."
+                f"{_too_small(state)}{why}")
     how = "measured on" if state.start.measured else "modelled for"
     text = (f"{state.start.task}: {math.exp(result.log_speedup):.2f}x over the baseline "
             f"(95 % interval {math.exp(result.low):.2f} to {math.exp(result.high):.2f}), {how} {state.start.device}.")
+    if result.gain:
+        text += f" It counts as a gain: at least {math.exp(result.bound):.2f}x at 99 %, corrected for the number screened."
     if not state.start.measured and result.log_speedup < math.log1p(NO_DIFFERENCE):
         text += " Under 10 % a modelled gain counts as no difference."
     return text
+
+
+def _too_small(state: State) -> str:
+    """The fastest that passed the final check without a gain that counts, in a sentence; '' if there was none."""
+    passed = [(r.result, name) for name, r in state.revised.items() if r.ok and r.result and r.result.gain is False]
+    if not passed:
+        return ""
+    result, name = max(passed, key=lambda pair: pair[0].log_speedup)
+    return (f" The fastest, {name}, shows {math.exp(result.log_speedup):.3f}x; its 99 % lower bound, corrected for the number "
+            f"screened, is {math.exp(result.bound):.3f}x, and identical code shows up to {1 + result.floor:.3f}x here: that "
+            f"does not count as a gain.")
 
 
 def table(state: State) -> Table:
@@ -105,6 +119,8 @@ def header(state: State, name: str) -> str:
     if result:
         lines += [f"  {case}: {t.us:.1f} us a call ({'measured' if state.start.measured else 'modelled'})"
                   for case, t in sorted(result.times.items())]
+        lines += [f"  {case}: {own:.1f} us in a CUDA graph, the baseline {base:.1f} us"
+                  for case, (base, own) in sorted(result.graph.items())]
     lines += [f"  {step}" for step in lineage(state, name)]
     lines += ["Versions: " + ", ".join(f"{k} {v}" for k, v in sorted(state.start.versions.items())) + "."]
     return "".join(f"# {line}\n" for line in lines)

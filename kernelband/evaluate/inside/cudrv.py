@@ -2,9 +2,13 @@
 
 Used by the trusted side (allocates, exports) and inside the sandbox (opens). Talks to libcuda through ctypes on the
 context that torch has made current; owns no policy. Memory is wrapped as torch tensors without a copy.
+
+Two kinds of shared memory: plain allocations by IPC handle, and guarded ones by file descriptor, which are mapped between two
+reserved ranges that nothing backs: an access beyond their ends faults instead of finding a neighbour.
 """
 
 import ctypes
+import os
 
 import torch
 
@@ -64,6 +68,76 @@ def open_handle(text):
     lib().cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, Handle, ctypes.c_uint]
     check(lib().cuIpcOpenMemHandle_v2(ctypes.byref(pointer), handle, 1), "cuIpcOpenMemHandle")
     return pointer.value
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _Kind(ctypes.Structure):
+    """CUmemAllocationProp of the driver's header, for pinned device memory that can be exported as a descriptor."""
+
+    _fields_ = [("type", ctypes.c_int), ("handles", ctypes.c_int), ("location", _Location), ("windows", ctypes.c_void_p),
+                ("flags", ctypes.c_ubyte * 8)]
+
+
+class _Access(ctypes.Structure):
+    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
+
+
+PINNED, DESCRIPTOR, DEVICE, READ_WRITE = 1, 1, 1, 3
+
+
+def guarded(size):
+    """Device memory of at least `size` bytes, mapped with nothing around it: (address, bytes mapped, descriptor).
+
+    The descriptor stands for the memory in another process and has to be closed by the caller.
+    """
+    kind = _Kind(PINNED, DESCRIPTOR, _Location(DEVICE, torch.cuda.current_device()), None)
+    grain = ctypes.c_size_t()
+    check(lib().cuMemGetAllocationGranularity(ctypes.byref(grain), ctypes.byref(kind), 0), "cuMemGetAllocationGranularity")
+    whole = max(1, -(-size // grain.value)) * grain.value
+    handle = ctypes.c_uint64()
+    check(lib().cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(whole), ctypes.byref(kind), ctypes.c_uint64(0)),
+          "cuMemCreate")
+    descriptor = ctypes.c_int()
+    try:
+        check(lib().cuMemExportToShareableHandle(ctypes.byref(descriptor), handle, DESCRIPTOR, ctypes.c_uint64(0)),
+              "cuMemExportToShareableHandle")
+        try:
+            return _map(handle, whole, grain.value), whole, descriptor.value
+        except CudaError:
+            os.close(descriptor.value)
+            raise
+    finally:
+        lib().cuMemRelease(handle)  # the mapping and the descriptor keep it
+
+
+def open_guarded(descriptor, whole):
+    """Map what `guarded` made, in this process, with unbacked ranges on both sides. Returns its address."""
+    handle = ctypes.c_uint64()
+    check(lib().cuMemImportFromShareableHandle(ctypes.byref(handle), ctypes.c_void_p(descriptor), DESCRIPTOR),
+          "cuMemImportFromShareableHandle")
+    try:
+        return _map(handle, whole, BLOCK)
+    finally:
+        lib().cuMemRelease(handle)
+
+
+def _map(handle, whole, grain):
+    base = ctypes.c_uint64()
+    check(lib().cuMemAddressReserve(ctypes.byref(base), ctypes.c_size_t(whole + 2 * grain), ctypes.c_size_t(0),
+                                    ctypes.c_uint64(0), ctypes.c_uint64(0)), "cuMemAddressReserve")
+    place = ctypes.c_uint64(base.value + grain)
+    access = _Access(_Location(DEVICE, torch.cuda.current_device()), READ_WRITE)
+    check(lib().cuMemMap(place, ctypes.c_size_t(whole), ctypes.c_size_t(0), handle, ctypes.c_uint64(0)), "cuMemMap")
+    check(lib().cuMemSetAccess(place, ctypes.c_size_t(whole), ctypes.byref(access), ctypes.c_size_t(1)), "cuMemSetAccess")
+    return place.value
+
+
+def unmap(pointer, whole):
+    """Give back what `guarded` mapped; its address range stays reserved, so that nothing else comes to lie there."""
+    check(lib().cuMemUnmap(ctypes.c_uint64(pointer), ctypes.c_size_t(whole)), "cuMemUnmap")
 
 
 class _Array:

@@ -13,13 +13,17 @@ import torch
 _slots: dict[str, list[tuple[str, Any]]] = {}
 _outputs: dict[str, list[tuple[dict[str, Any], torch.Tensor]]] = {}
 _kept: dict[str, Any] = {}
+_graphs: dict[tuple[Any, ...], Any] = {}
 _opened: dict[str, int] = {}
 
 
-def _open(handle):
-    if handle not in _opened:
-        _opened[handle] = cudrv.open_handle(handle)
-    return _opened[handle]
+def _open(spec, fds):
+    """The address of a buffer: by its IPC handle, or by the next of the request's descriptors for a guarded one."""
+    if "guarded" in spec:
+        return cudrv.open_guarded(fds.pop(0), spec["guarded"])
+    if spec["handle"] not in _opened:
+        _opened[spec["handle"]] = cudrv.open_handle(spec["handle"])
+    return _opened[spec["handle"]]
 
 
 def start(request, fds):
@@ -32,16 +36,18 @@ def start(request, fds):
 
 
 def bind(request, fds):
-    """Open buffers. slots: name -> argument specs with 'handle' (hex); outputs: name -> output specs with 'handle'."""
+    """Open buffers. slots: name -> argument specs with 'handle' (hex), or with 'guarded' (bytes) and a descriptor of the request,
+    in order; outputs: name -> output specs with 'handle'."""
+    left = list(fds)
     for name, args in request.get("slots", {}).items():
         _slots[name] = [
             (spec["name"], spec["value"]) if spec["kind"] == "scalar" else
-            (spec["name"], cudrv.tensor(_open(spec["handle"]), spec["shape"], spec["stride"], spec["dtype"],
+            (spec["name"], cudrv.tensor(_open(spec, left), spec["shape"], spec["stride"], spec["dtype"],
                                         spec.get("offset", 0)))
             for spec in args
         ]
     for name, specs in request.get("outputs", {}).items():
-        _outputs[name] = [(spec, cudrv.tensor(_open(spec["handle"]), spec["shape"], _contiguous(spec["shape"]),
+        _outputs[name] = [(spec, cudrv.tensor(_open(spec, left), spec["shape"], _contiguous(spec["shape"]),
                                               spec["dtype"])) for spec in specs]
     torch.cuda.synchronize()
     return {}
@@ -95,16 +101,40 @@ def call(request, fds):
 
 
 def slice_(request, fds):
-    """`calls` calls in a row over `slots` in turn; the latest result of each slot is kept for `deliver`."""
+    """`calls` calls in a row over `slots` in turn; the latest result of each slot is kept for `deliver`. With 'graph' they are
+    captured in a CUDA graph, at the first time, and replayed."""
     slots, calls = request["slots"], request["calls"]
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph = _captured(slots, calls) if request.get("graph") else None
     begin.record()
-    for i in range(calls):
-        slot = slots[i % len(slots)]
-        _kept[slot] = _run(slot)
+    if graph is not None:
+        graph.replay()
+    else:
+        for i in range(calls):
+            slot = slots[i % len(slots)]
+            _kept[slot] = _run(slot)
     end.record()
     torch.cuda.synchronize()
     return {"event_us": begin.elapsed_time(end) * 1e3}
+
+
+def _captured(slots, calls):
+    key = (calls, *slots)
+    if key not in _graphs:
+        _graphs.clear()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # what is set up at a first call must not be captured
+            for slot in slots[:2]:
+                _run(slot)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(calls):
+                slot = slots[i % len(slots)]
+                _kept[slot] = _run(slot)
+        _graphs[key] = graph
+    return _graphs[key]
 
 
 def deliver(request, fds):
@@ -112,10 +142,19 @@ def deliver(request, fds):
 
 
 def drop(request, fds):
-    """Forget kept results and give their memory back, so that others can use it."""
+    """Forget kept results and graphs and give their memory back, so that others can use it."""
     _kept.clear()
+    _graphs.clear()
     torch.cuda.empty_cache()
     return {}
 
 
-OPS = {"start": start, "bind": bind, "call": call, "slice": slice_, "deliver": deliver, "drop": drop}
+def ablate(request, fds):
+    """From now on every Triton launch does nothing: what is still right then is not these kernels' work."""
+    from triton.runtime.jit import JITFunction
+
+    JITFunction.run = lambda self, *args, grid=None, warmup=False, **kwargs: None
+    return {}
+
+
+OPS = {"start": start, "bind": bind, "call": call, "slice": slice_, "deliver": deliver, "drop": drop, "ablate": ablate}
