@@ -35,8 +35,8 @@ class Checks:
         self.contract, self.benches, self.off = contract, benches, off
 
     def run(self, child: Child, judgement: Judgement, small: Sequence[str], timed: Sequence[str]) -> None:
-        """All small cases in their families, some with contents that change under their addresses, then each timed case in the
-        drawn family and another. Fills judgement.checks. Raises Refused."""
+        """All small cases in their families, some with contents that change under their addresses, then each timed case, one
+        of them in another family too. Fills judgement.checks. Raises Refused."""
         cases = [self.benches[n] for n in small]
         again = set(secrets.SystemRandom().sample(range(len(cases)), min(AGAIN, len(cases))))
         for i, bench in enumerate(cases):
@@ -51,10 +51,11 @@ class Checks:
                 if bench.disturb(slot):
                     self._one(child, judgement, bench, slot, "one element changed", i)
         others = [f for f in self.contract.families if f != "drawn"] if "families" not in self.off else []
+        strange = secrets.choice(timed)
         for i, name in enumerate(timed):
             bench = self.benches[name]
             slot = secrets.choice(list(bench.slots))
-            for family in ("drawn", *([secrets.choice(others)] if others else [])):
+            for family in ("drawn", *([secrets.choice(others)] if others and name == strange else [])):
                 bench.fill(slot, family)
                 self._one(child, judgement, bench, slot, family, i)
             bench.fill(slot)

@@ -46,6 +46,7 @@ class Children:
         self.sources: dict[str, tuple[str, Path | None]] = {}
         self._spare: Child | None = None
         self._starting: threading.Thread | None = None
+        self._ending: list[threading.Thread] = []
 
     def _start(self) -> Child:
         """A child that has a context. Raises Refused("infra"): nothing of a candidate was involved."""
@@ -71,15 +72,25 @@ class Children:
             self._spare = self._start()
 
     def settle(self) -> None:
-        """Wait until nothing is being started on this GPU."""
+        """Wait until nothing is being started or ended on this GPU."""
         if self._starting is not None:
             self._starting.join()
             self._starting = None
+        while self._ending:
+            self._ending.pop().join()
+
+    def discard(self, child: Child) -> None:
+        """Have a candidate's child end, beside what comes next."""
+        thread = threading.Thread(target=child.kill, name="kernelband-end", daemon=True)
+        thread.start()
+        self._ending.append(thread)
 
     def fresh(self, source: str, cache: Path | None) -> Child:
         """A child that has loaded the source. Raises Refused("infra") when ours is the fault, CandidateError or ChildDied when
         the source's."""
-        self.settle()
+        if self._starting is not None:
+            self._starting.join()
+            self._starting = None
         child, self._spare = self._spare, None
         if child is None or not alive(child):
             child = self._start()

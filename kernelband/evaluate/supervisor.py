@@ -338,11 +338,11 @@ class Supervisor:
         except Refused as no:
             judgement = no.judgement(judgement.checks, judgement.costs)
         finally:
-            self.children.settle()
             clock = time.monotonic()
             if child is not None and not keep:
-                child.kill()
+                self.children.discard(child)
         if judgement.kind in VIOLENT:
+            self.children.settle()
             with contextlib.suppress(Quarantined):  # this candidate has its outcome; the next call says what became of the GPU
                 self._healthy()
             if self.quarantine:
@@ -399,6 +399,7 @@ class Supervisor:
 
     def _floor(self, pairs: int) -> float:
         """What the baseline seems to gain over itself: two fresh processes with the same source (a share)."""
+        self.children.settle()
         self.children.end(*self.children.sides)
         source, cache = self.children.sources[self.baseline]
         twin = guarded(self.child_of, source, cache)

@@ -8,6 +8,7 @@ from typing import Any
 
 import cudrv
 import serve
+import toolrun
 import torch
 
 _slots: dict[str, list[tuple[str, Any]]] = {}
@@ -157,4 +158,9 @@ def ablate(request, fds):
     return {}
 
 
-OPS = {"start": start, "bind": bind, "call": call, "slice": slice_, "deliver": deliver, "drop": drop, "ablate": ablate}
+def profile(request, fds):
+    return toolrun.profile(request, fds, _run)
+
+
+OPS = {"start": start, "bind": bind, "call": call, "slice": slice_, "deliver": deliver, "drop": drop, "ablate": ablate,
+       "tool": toolrun.tool, "profile": profile}
