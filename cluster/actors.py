@@ -107,8 +107,8 @@ class GpuActor(_Judging):
         return asdict(self.inner.judge(name, source, _path(cache), incumbent, incumbent_source, _path(incumbent_cache),
                                             incumbent_log))
 
-    def final(self, name: str, source: str, cache: str | None, screened: int) -> dict[str, Any]:
-        return asdict(self.inner.final(name, source, _path(cache), screened))
+    def final(self, name: str, source: str, cache: str | None, screened: int, facts: list) -> dict[str, Any]:
+        return asdict(self.inner.final(name, source, _path(cache), screened, facts=facts))
 
 
 def _path(text: str | None) -> Path | None:

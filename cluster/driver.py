@@ -61,7 +61,7 @@ def result_from(judgement: Judgement, facts: dict[str, float], load: dict[str, f
         log_speedup=judgement.log_speedup, low=judgement.low, high=judgement.high, sd=judgement.sd,
         level=judgement.level, facts=facts, load=load, rung=rung, checks=judgement.checks,  # type: ignore[arg-type]
         gain=judgement.gain, bound=judgement.bound if math.isfinite(judgement.bound) else 0.0, floor=judgement.floor,
-        graph=judgement.graph,
+        graph=judgement.graph, ran=judgement.ran,
     )
 
 

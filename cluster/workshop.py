@@ -203,7 +203,8 @@ class Workshop:
     async def final(self, name: str, source: str, compiled: Compiled, screened: int) -> Judgement:
         """screened: how many candidates were judged, of which this one was picked."""
         if self.measured:
-            return Judgement(**await self.judges.call("final", name, source, self._remember(name, compiled), screened))
+            facts = [fact for launches in compiled.facts.values() for fact in launches]
+            return Judgement(**await self.judges.call("final", name, source, self._remember(name, compiled), screened, facts))
         return await self._model(source, compiled, True)
 
     async def _model(self, source: str, compiled: Compiled, held_out: bool) -> Judgement:

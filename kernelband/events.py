@@ -59,7 +59,8 @@ class Result(_Event):
     or measured share of each resource's peak (`load`: resource -> 0..1); rung: where the load comes from.
     Of a measured final result: gain says whether it counts as a gain; bound: the lower bound of log_speedup used for that,
     one-sided at 99 % and corrected for the number screened; floor: what identical code seemed to gain (a share); graph: case ->
-    microseconds of (baseline, candidate) in a CUDA graph, for calls that are mostly launch.
+    microseconds of (baseline, candidate) in a CUDA graph, for calls that are mostly launch; ran: least share of the device's
+    time over timed cases that kernels of its own, of vendor libraries, of torch, and copies had, from a CUPTI trace.
     """
 
     times: dict[str, CaseTime]
@@ -76,6 +77,7 @@ class Result(_Event):
     bound: float = 0.0
     floor: float = 0.0
     graph: dict[str, tuple[float, float]] = {}
+    ran: dict[str, float] = {}
 
 
 class RunStarted(_Event):

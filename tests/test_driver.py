@@ -4,10 +4,10 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-import runs
 from conftest import KERNEL
 from rich.console import Console
 
+import runs
 from cluster.driver import FINAL_TRIES, MOST_INFRA, Driver
 from cluster.faults import ActorLost, Unexpected
 from kernelband import journal
@@ -15,6 +15,7 @@ from kernelband.errors import RunFailed, UserError
 from kernelband.evaluate.compile import Compiled
 from kernelband.evaluate.judgement import Judgement
 from kernelband.folder import RunFolder
+from kernelband.report import summary
 from kernelband.report.live import Status, View
 from kernelband.search import State, fold
 from kernelband.task import Contract
@@ -24,7 +25,7 @@ from policies import make
 
 def right(log=0.1, level="modelled"):
     return Judgement("measured", level=level, times={"c": (90.0, 89.0, 91.0, 3)}, log_speedup=log, low=log - 0.01,
-                     high=log + 0.01, sd=0.01)
+                     high=log + 0.01, sd=0.01, gain=log > 0.03 if level == "final" else None, bound=log - 0.02)
 
 
 class Shop:
@@ -214,3 +215,10 @@ def test_a_judge_is_told_all_about_the_incumbent(driver):
     asyncio.run(d.search())
     first = d.state.outcomes[1].candidate
     assert d.shop.beside == [(d.state.baseline.candidate, KERNEL, 0.0), (first, d.folder.source(first), 0.3)]
+
+
+def test_a_fastest_without_a_gain_that_counts_is_not_handed_over_and_the_sentence_says_so(driver):
+    d = finished(driver, [right(0.02, "final")])
+    asyncio.run(d.finish())
+    assert d.state.ended.best == d.state.baseline.candidate
+    assert "does not count as a gain" in summary.sentence(d.state)

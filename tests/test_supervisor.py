@@ -72,7 +72,7 @@ class HostChild:
         except Exception as err:
             raise CandidateError(type(err).__name__, str(err), "", op) from None
 
-    def op_start(self):
+    def op_start(self, reserve=0):
         return {}
 
     def op_ping(self):

@@ -94,6 +94,11 @@ class Bench:
     def _draw(self, family: str) -> dict[str, Any]:
         return verify.draw(self.task, self.case, secrets.randbits(62), family, DEVICE)
 
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the results that a child keeps in one slice."""
+        return len(self.slots) * sum(t.numel() * t.element_size() for t in self.outputs.tensors)
+
     def bind(self, child: Any) -> None:
         """Open the buffers in a child."""
         outputs: dict[str, Any] = {self.out_name: self.outputs.specs}
@@ -345,7 +350,7 @@ class Bench:
         return sorted(self.slice(baseline).us for _ in range(3))[1]
 
     def done(self, child: Any) -> None:
-        """Have a child give back the memory of the results that it kept."""
+        """Have a child forget the results that it kept."""
         self._warm.discard(child)
         child.request("drop", timeout_s=self.timeout_s)
 

@@ -42,6 +42,8 @@ class Children:
                  warn: Callable[[str], None]):
         self.entry, self.bind, self.timeout_s = entry, bind, timeout_s
         self.zygote = Zygote("cuda", warn=warn, hide=hide)
+        self.reserve = 0
+        """Bytes of GPU memory that each child takes at its start, for results."""
         self.sides: dict[str, Child] = {}
         self.sources: dict[str, tuple[str, Path | None]] = {}
         self._spare: Child | None = None
@@ -50,12 +52,9 @@ class Children:
 
     def _start(self) -> Child:
         """A child that has a context. Raises Refused("infra"): nothing of a candidate was involved."""
+        child = self.plain()
         try:
-            child = self.zygote.spawn()
-        except (ChildDied, SandboxError) as err:
-            raise Refused("infra", f"no child could be started: {err}", "process") from None
-        try:
-            child.request("start", timeout_s=self.timeout_s)
+            child.request("start", timeout_s=self.timeout_s, reserve=self.reserve)
         except (ChildDied, CandidateError) as err:
             child.kill()
             raise Refused("infra", f"a fresh process could not use the GPU: {err}", "process") from None
@@ -102,6 +101,13 @@ class Children:
             child.kill()
             raise
         return child
+
+    def plain(self) -> Child:
+        """A child without a context, for a tool that makes its own. Raises Refused("infra")."""
+        try:
+            return self.zygote.spawn()
+        except (ChildDied, SandboxError) as err:
+            raise Refused("infra", f"no child could be started: {err}", "process") from None
 
     def know(self, name: str, source: str, cache: Path | None) -> None:
         """Remember what a side is made of, for when it is needed."""

@@ -38,7 +38,8 @@ class Judgement:
     of each resource's peak. costs: seconds. rates: what the GPU itself does at most (rates.py), with the baseline only.
 
     Of a final one: gain says whether it counts as a gain, bound is the lower bound (log) that was used for it, floor what
-    identical code seemed to gain (a share); graph: case -> microseconds of (baseline, candidate) in a CUDA graph."""
+    identical code seemed to gain (a share); graph: case -> microseconds of (baseline, candidate) in a CUDA graph; ran: least
+    share of the device's time over timed cases, by whose kernels: 'own', 'vendor', 'torch', 'copy'."""
 
     kind: str
     detail: str = ""
@@ -57,6 +58,7 @@ class Judgement:
     bound: float = 0.0
     floor: float = 0.0
     graph: dict[str, tuple[float, float]] = field(default_factory=dict)
+    ran: dict[str, float] = field(default_factory=dict)
 
 
 class Refused(Exception):

@@ -219,7 +219,7 @@ class Zygote:
 
     ``mode``: "interpret", "compile", "cuda", or "bare" (only the operations load and ping).
     ``namespaces``: which to unshare. ``drop_uid``: as root, give each child an id of its own.
-    ``hide``: folders that children must not see, beside home, /tmp and the like (a run folder, say).
+    ``hide``: folders and files that children must not see, beside home, /tmp and the like (a run folder, say).
     ``disk_bytes``: a child whose folder grows beyond it is killed (looked at twice a second).
     ``warn``: called once for each sandbox feature that is off though it was asked for.
     Raises SandboxError when the zygote cannot start; nothing of a candidate is involved then.
@@ -234,7 +234,8 @@ class Zygote:
         if "pid" in namespaces and "mount" not in namespaces:
             raise ValueError("a pid namespace needs a mount namespace, for a /proc that matches it")
         self.mode = mode
-        self._namespaces, self._hide, self._warn = list(namespaces), [os.path.abspath(path) for path in hide], warn
+        self._namespaces, self._warn = list(namespaces), warn
+        self._hide = [os.path.abspath(path) for path in (*hide, tempfile.gettempdir(), *_of_ray())]
         self._disk_bytes = disk_bytes
         self._drop_uid = drop_uid and os.geteuid() == 0
         self._lock = threading.Lock()
@@ -368,7 +369,16 @@ def _environment(mode: str, home: str) -> dict[str, str]:
         environment["TRITON_INTERPRET"] = "1"
     if mode != "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = ""  # nothing but a measuring child may use the GPU
+    else:
+        # A context with two hardware queues is made in half the time of one with eight (56 ms against 110 ms on an H200); two
+        # still let two streams run beside each other.
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "2"
     return environment
+
+
+def _of_ray() -> list[str]:
+    """Where Ray was told to keep its sockets and its token, if not below /tmp and home, which are hidden anyway."""
+    return [os.environ[name] for name in ("RAY_TMPDIR", "RAY_AUTH_TOKEN_PATH") if os.environ.get(name)]
 
 
 def _libraries(environment: dict[str, str]) -> list[str]:
