@@ -100,7 +100,7 @@ class GpuActor(_Judging):
                                      warn=self.texts.append)
 
     def baseline(self, name: str, source: str, cache: str | None) -> dict[str, Any]:
-        return asdict(self.inner.set_baseline(name, source, _path(cache)))
+        return asdict(self.inner.set_baseline(name, source, _path(cache), profile=True))
 
     def judge(self, name: str, source: str, cache: str | None, incumbent: str, incumbent_source: str,
               incumbent_cache: str | None, incumbent_log: float) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class GpuActor(_Judging):
                                             incumbent_log))
 
     def final(self, name: str, source: str, cache: str | None, screened: int, facts: list) -> dict[str, Any]:
-        return asdict(self.inner.final(name, source, _path(cache), screened, facts=facts))
+        return asdict(self.inner.final(name, source, _path(cache), screened, facts=facts, profile=True))
 
 
 def _path(text: str | None) -> Path | None:

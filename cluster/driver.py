@@ -296,8 +296,10 @@ class Driver:
             if judgement.kind == "measured":
                 before = self.state.result_of(best)
                 assert before
+                seen = judgement if judgement.rung else None
                 self.record(Revised(candidate=best, ok=True, result=result_from(
-                    judgement, before.facts, before.load, before.rung)))
+                    judgement, {**before.facts, **judgement.counters}, seen.load if seen else before.load,
+                    seen.rung if seen else before.rung)))
             else:
                 self.record(Revised(candidate=best, ok=False, detail=f"{judgement.kind}: {judgement.detail}"))
         else:

@@ -226,6 +226,8 @@ class Workshop:
         facts = profile.summarise(timed, self.peaks)
         if not self.measured:
             return facts, judgement.load, "model"
+        if judgement.rung == "ncu":
+            return {**facts, **judgement.counters}, judgement.load, "ncu"
         if self.task.task.work is None:
             return facts, {}, "compiled"
         rows = [(judgement.times[c.name][0], *self.task.task.work(c), c.dtype)

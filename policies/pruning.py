@@ -10,7 +10,7 @@ from __future__ import annotations
 from kernelband.search import Parent
 from kernelband.strategies import CATALOGUE
 
-CERTAINTY = {"ncu": 0.9, "timed": 0.6, "model": 0.6, "compiled": 0.4, "source": 0.2}
+CERTAINTY = {"ncu": 0.9, "cupti": 0.75, "timed": 0.6, "model": 0.6, "compiled": 0.4, "source": 0.2}
 """How far each rung may move a weight away from 1. First values by judgement."""
 
 IDLE = 0.35

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 TRIES = 3
 """A run that a busy GPU spoilt is taken again this often."""
 
+LIKELY = 256 << 20
+"""Most bytes of inputs of a case whose counters are read."""
+
 GATE_CASES, GATE_BYTES = 2, 64 << 20
 """Small cases that go through compute-sanitizer, and the most bytes of inputs of one."""
 
@@ -220,3 +223,35 @@ class Final:
         finally:
             child.kill()
 
+
+def counters(owner: Supervisor, judgement: Judgement, source: str, cache: Path | None) -> None:
+    """Hardware counters of one call of a timed case, by ncu in a sandboxed child: fills load, rung and counters of a judgement,
+    or leaves them as they are, with a warning. Some ten seconds."""
+    tool = tools.find("ncu")
+    if tool is None:
+        return
+    for bench in owner.timed():
+        slot = next(iter(bench.slots))
+        bench.forget()
+        bench.fill(slot)
+        right = bench.truth(slot)
+        if sum(v.numel() * v.element_size() for v in right.inputs.values() if hasattr(v, "numel")) <= LIKELY:
+            break
+    else:
+        return
+    child = owner.children.plain()
+    try:
+        if cache is not None:
+            give(cache, Path(child.workdir))
+        case = tools.GateCase(bench.case.name, right.inputs, verify.output_specs(owner.task, right))
+        told = tools.counters(child, tool, source, owner.task.entry, case)
+    except (CandidateError, ChildDied, OSError, ValueError) as err:
+        told = f"ncu could not be used: {err}"
+    finally:
+        child.kill()
+    if isinstance(told, str):
+        owner.warn(f"no hardware counters: {' '.join(told.split())[:300]}")
+        return
+    judgement.load, judgement.rung = dict(told.load), "ncu"
+    judgement.counters = {"occupancy_achieved": told.occupancy, "local_bytes": told.local_bytes,
+                          "bank_conflicts": told.bank_conflicts, **{f"stall_{n}": part for n, part in told.stalls.items()}}

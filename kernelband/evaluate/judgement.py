@@ -35,7 +35,7 @@ LAYERS = {
 class Judgement:
     """kind: an outcome kind of events.py. layer: which of LAYERS said so, for all but 'measured'. times: case -> (us a call,
     low, high, samples). log_speedup and its interval and s.d.: natural log of baseline time over candidate time. load: share
-    of each resource's peak. costs: seconds. rates: what the GPU itself does at most (rates.py), with the baseline only.
+    of each resource's peak, rung: where it comes from if it was measured, counters: what else ncu said. costs: seconds. rates: what the GPU itself does at most (rates.py), with the baseline only.
 
     Of a final one: gain says whether it counts as a gain, bound is the lower bound (log) that was used for it, floor what
     identical code seemed to gain (a share); graph: case -> microseconds of (baseline, candidate) in a CUDA graph; ran: least
@@ -53,6 +53,8 @@ class Judgement:
     checks: dict[str, str] = field(default_factory=dict)
     load: dict[str, float] = field(default_factory=dict)
     costs: dict[str, float] = field(default_factory=dict)
+    rung: str = ""
+    counters: dict[str, float] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
     gain: bool | None = None
     bound: float = 0.0

@@ -23,7 +23,7 @@ from kernelband.evaluate import rates
 from kernelband.evaluate.bench import Bench, Wrong
 from kernelband.evaluate.checks import Checks, guarded
 from kernelband.evaluate.children import Children
-from kernelband.evaluate.final import Final
+from kernelband.evaluate.final import Final, counters
 from kernelband.evaluate.inside.cudrv import CudaError
 from kernelband.evaluate.judgement import LAYERS, Judgement, Refused
 from kernelband.evaluate.measure import (
@@ -114,9 +114,9 @@ class Supervisor:
 
     # -- baseline -----------------------------------------------------------------------------------------------
 
-    def set_baseline(self, name: str, source: str, cache: Path | None) -> Judgement:
+    def set_baseline(self, name: str, source: str, cache: Path | None, profile: bool = False) -> Judgement:
         """Judge the baseline, and fix from it the calls in a slice, the band in which it must stay, and the spread of a slice.
-        The judgement's rates are what this GPU copies and multiplies, by measurement."""
+        The judgement's rates are what this GPU copies and multiplies, by measurement. profile: read hardware counters too."""
         started = time.monotonic()
         self.baseline = name
         self.children.know(name, source, cache)
@@ -140,6 +140,8 @@ class Supervisor:
             return no.judgement(judgement.checks)
         self.sigma = math.sqrt(sum(s**2 for s in spreads)) / len(spreads)
         self.known[name] = (0.0, 0.0)
+        if profile:
+            counters(self, judgement, source, cache)
         judgement.costs["judge"] = time.monotonic() - started
         return judgement
 
@@ -262,11 +264,12 @@ class Supervisor:
         return judgement
 
     def final(self, name: str, source: str, cache: Path | None, screened: int = 1, runs: int = 3, pairs: int = 8,
-              facts: Sequence[Any] = ()) -> Judgement:
+              facts: Sequence[Any] = (), profile: bool = False) -> Judgement:
         """The number to report: fresh process pairs against the baseline, held-out cases, slices checked whole.
 
         In every run the baseline is timed alone before the candidate's process exists, and must stay near that beside it.
-        screened: candidates among which this one was picked. facts: compiled facts of its launches (KernelFacts). The
+        screened: candidates among which this one was picked. facts: compiled facts of its launches (KernelFacts); profile:
+        read hardware counters too. The
         judgement's `gain` says whether the result counts as a gain beyond what identical code shows here (`floor`); `bound` is
         the lower bound of its log that was used.
         Kind 'infra' means that the GPU was too unsteady for a number, and says nothing of the candidate.
@@ -275,6 +278,8 @@ class Supervisor:
         if self.quarantine:
             raise Quarantined(f"{self.quarantine}. It is left out; see nvidia-smi.")
         judgement = Final(self, name, source, cache, facts).run(screened, runs, pairs)
+        if profile and judgement.kind == "measured":
+            counters(self, judgement, source, cache)
         if judgement.kind in VIOLENT:
             self._healthy()
         return judgement
