@@ -76,7 +76,7 @@ def main() -> None:
                 child, row["spawn_s"], row["context_s"] = started(zygote, task.baseline, task.task.entry)
                 row["features"] = child.features
                 row["step"] = "bind"
-                child.request("bind", timeout_s=60, **bench.bindings())
+                bench.bind(child)
                 row["step"] = "call"
                 begin = time.perf_counter()
                 verdict = bench.check(child, f"{case.name}/0")
@@ -102,7 +102,7 @@ def main() -> None:
             a, _, _ = started(zygote, task.baseline, task.task.entry)
             b, _, _ = started(zygote, task.baseline, task.task.entry)
             for child in (a, b):
-                child.request("bind", timeout_s=60, **bench.bindings())
+                bench.bind(child)
             alone = bench.calibrate(a)
             pings = []
             for _ in range(200):
@@ -145,7 +145,7 @@ def main() -> None:
                          "worst_quiet": round(max(quiet), 2)})
             print(rows[-1], flush=True)
             c, _, _ = started(zygote, ENDLESS, "softmax")
-            c.request("bind", timeout_s=60, **bench.bindings())
+            bench.bind(c)
             begin = time.perf_counter()
             try:
                 c.request("call", timeout_s=3, slot=f"{case.name}/0", output=bench.out_name)
@@ -155,7 +155,7 @@ def main() -> None:
             killed = time.perf_counter() - begin
             begin = time.perf_counter()
             d, _, _ = started(zygote, task.baseline, task.task.entry)
-            d.request("bind", timeout_s=60, **bench.bindings())
+            bench.bind(d)
             right = bench.check(d, f"{case.name}/0").ok
             rows.append({"probe": "endless kernel, killed after 3 s", "ended": ended, "killed_after_s": round(killed, 3),
                          "next_right": right, "next_s": round(time.perf_counter() - begin, 3)})
