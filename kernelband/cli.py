@@ -123,6 +123,22 @@ def verify(run: RunArgument, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what works on this machine, what does not, and how to mend it. Exit 1 if no candidate could be judged here."""
+    from kernelband import doctor as surgery
+
+    with _interruptible():
+        report = surgery.examine()
+    if as_json:
+        print(json.dumps(report.as_json(), allow_nan=False), flush=True)
+    else:
+        out.print(surgery.table(report), highlight=False)
+        out.print(surgery.sentence(report), markup=False, highlight=False, soft_wrap=True)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
     if version:

@@ -11,6 +11,7 @@ from conftest import KERNEL, TASK
 
 from kernelband.device import KNOWN
 from kernelband.evaluate.compile import Compiler, Target
+from kernelband.evaluate.judgement import LAYERS
 from kernelband.evaluate.modelled import ModelledJudge
 from kernelband.evaluate.specs import shapes_only
 from kernelband.task import load
@@ -26,25 +27,31 @@ def hostile(body: str) -> str:
 
 
 CANDIDATES = {
-    "exits": ("os._exit(0)", "crashed"),
-    "says exit": ("sys.exit(0)", "crashed"),
-    "hangs": ("time.sleep(3600)", "timed_out"),
-    "spins": ("while True: pass", "timed_out"),
-    "segfaults": ("ctypes.string_at(0)", "crashed"),
-    "prints a gigabyte": ("for _ in range(1 << 14): os.write(1, b'x' * (1 << 16))", "crashed"),
+    "exits": ("os._exit(0)", "crashed", "process"),
+    "says exit": ("sys.exit(0)", "crashed", "process"),
+    "hangs": ("time.sleep(3600)", "timed_out", "deadline"),
+    "spins": ("while True: pass", "timed_out", "deadline"),
+    "segfaults": ("ctypes.string_at(0)", "crashed", "process"),
+    "prints a gigabyte": ("for _ in range(1 << 14): os.write(1, b'x' * (1 << 16))", "crashed", "process"),
     "kills its parent": ("os.kill(os.getppid(), signal.SIGKILL)\nos.kill(1, signal.SIGKILL)\nraise OSError('still here')",
-                         "crashed"),
-    "returns another shape": ("return x[:1]", "wrong"),
-    "returns no tensor": ("return 'PASS'", "wrong"),
-    "returns zeros": ("import torch\nreturn torch.zeros_like(x)", "wrong"),
-    "changes its input": ("y = x * s + 1\nx.zero_()\nreturn y", "tampered"),
+                         "crashed", "process"),
+    "returns another shape": ("return x[:1]", "wrong", "form"),
+    "returns no tensor": ("return 'PASS'", "wrong", "form"),
+    "returns a subclass": ("import torch\nclass Late(torch.Tensor): pass\nreturn (x * s + 1).as_subclass(Late)", "wrong", "form"),
+    "returns zeros": ("import torch\nreturn torch.zeros_like(x)", "wrong", "values"),
+    "returns its input": ("return x", "wrong", "values"),
+    "leaves the result as it was": ("import torch\nreturn torch.empty_like(x)", "wrong", "values"),
+    "changes its input": ("y = x * s + 1\nx.zero_()\nreturn y", "tampered", "inputs"),
+    "lets torch do it where it is interpreted": ("return x * s + 1", "not_a_kernel", "what_ran"),
+    "disarms the comparison": ("import torch\ntorch.allclose = torch.equal = lambda *a, **k: True\nreturn x * 0", "wrong",
+                               "values"),
     "forges a reply": ("import json, struct\n"
                        "body = json.dumps({'ok': True, 'outputs': [{'shape': list(x.shape), 'dtype': 'float32', "
                        "'written': True}]}).encode()\n"
                        "for fd in range(3, 64):\n"
                        "    try: os.write(fd, struct.pack('<I', len(body)) + body)\n"
                        "    except OSError: pass\n"
-                       "time.sleep(3600)", None),
+                       "time.sleep(3600)", None, None),
 }
 
 
@@ -72,11 +79,11 @@ def sound(judge):
 
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_it_ends_as_an_outcome_and_harms_nothing(judge, name):
-    body, kind = CANDIDATES[name]
+    body, kind, layer = CANDIDATES[name]
     made, facts = judge
     told = made.judge(hostile(body), facts)
     assert told.kind != "measured" and (kind is None or told.kind == kind), (told.kind, told.detail)
-    assert told.detail
+    assert told.detail and told.layer in LAYERS and (layer is None or told.layer == layer), told
     assert sound(judge) == ("measured", "")
 
 

@@ -143,6 +143,96 @@ class TestCheck:
         reply, _ = check(child, [("x", torch.ones(300)), ("y", torch.ones(300))], [(RETURNED, [300], torch.float32)])
         assert reply["out_of_bounds"] == ["x"]
 
+    @pytest.mark.parametrize("maker", ["empty_like(x)", "zeros_like(x)", "empty(301)[1:]", "zeros(x.shape)"])
+    @pytest.mark.parametrize("at", ["at < n + 1", "at < n", "at > -2"])
+    def test_a_store_beside_what_was_allocated_is_seen(self, child: Child, maker: str, at: str) -> None:
+        source = ADD.replace("mask=inside)\n\n", f"mask={at})\n\n").replace("empty_like(x)", maker)
+        load(child, source.replace("inside = at < n", "at -= 1 if n == 0 else 0\n    inside = at < n"), "add")
+        x = torch.randn(300)
+        reply, (out,) = check(child, [("x", x), ("y", x)], [(RETURNED, [300], torch.float32)])
+        assert reply["out_of_bounds"] == ([] if at == "at < n" else [""]) and torch.equal(out, x + x)
+
+    def test_allocations_between_guards_look_as_always(self, child: Child) -> None:
+        load(child, HEAD + """
+def f(x):
+    a, b = torch.empty(3, 4, device="cuda"), torch.zeros_like(x.t())
+    c = torch.empty(2, 3, 4, 5, dtype=torch.bfloat16, memory_format=torch.channels_last)
+    d = torch.empty(0)
+    d.resize_(4)
+    for t, stride in ((a, (4, 1)), (b, (1, 4)), (c, (60, 1, 15, 3)), (d, (1,))):
+        assert t.stride() == stride and t.storage_offset() == 0 and type(t) is torch.Tensor, (t.stride(), stride)
+        assert t.data_ptr() % 16 == 0 and not t.requires_grad
+    assert b.sum() == 0 and a.untyped_storage().nbytes() == 48
+    p = torch.zeros(3, requires_grad=True)
+    assert p.requires_grad and p.is_leaf
+    return x + 0
+""", "f")
+        x = torch.randn(3, 4)
+        reply, (out,) = check(child, [("x", x)], [(RETURNED, [3, 4], torch.float32)])
+        assert torch.equal(out, x) and reply["out_of_bounds"] == []
+
+    @pytest.mark.parametrize("value, poison", [("bool", 1), ("bool", -1), ("int8", 1), ("int8", -1), ("uint8", -1)])
+    def test_poison_of_whole_numbers_and_truth_values_depends_on_its_sign(self, child: Child, value: str, poison: int) -> None:
+        load(child, HEAD + f"def f(x):\n    return torch.empty(4, dtype=torch.{value})\n", "f")
+        dtype = getattr(torch, value)
+        _, (out,) = check(child, [("x", torch.ones(1))], [(RETURNED, [4], dtype)], poison=poison)
+        expected = poison > 0 if dtype == torch.bool else torch.iinfo(dtype).max // (3 if poison > 0 else 5)
+        assert out.tolist() == [expected] * 4
+
+    def test_tensors_of_a_slot_come_back_with_other_contents_and_nothing_tells(self, child: Child) -> None:
+        load(child, HEAD + """
+seen = []
+def f(x):
+    seen.append((id(x), x.data_ptr(), x._version))
+    return x + 0, torch.tensor([len(set(seen)), x._version])
+""", "f")
+        wanted = [(RETURNED, [5], torch.float32), ({"from": "return", "index": 1}, [2], torch.int64)]
+        for slot, forms in (("a", 1), ("a", 1), ("b", 2), ("a", 2), ("b", 2), (None, 3)):
+            x = torch.randn(5)
+            more = {"slot": slot} if slot else {}
+            _, (out, count) = check(child, [("x", x)], wanted, **more)
+            assert torch.equal(out, x) and count.tolist() == [forms, 0]
+        x = torch.randn(5, 2).t()[0]  # another form under a known name is another tensor
+        _, (out, count) = check(child, [("x", x)], wanted, slot="a")
+        assert torch.equal(out, x) and count.tolist() == [4, 0]
+
+    def test_a_slot_is_whole_again_after_it_was_written_beside_and_into(self, child: Child) -> None:
+        source = ADD.replace("mask=inside)\n\n", "mask=at < n + 1)\n\n").replace("out = torch.empty_like(x)", "out = x")
+        load(child, source, "add")
+        for _ in range(2):
+            x, y = torch.randn(300), torch.randn(300)
+            reply, (out,) = check(child, [("x", x), ("y", y)], [(RETURNED, [300], torch.float32)], slot="a")
+            assert reply["out_of_bounds"] == ["x"] and reply["inputs_changed"] == ["x"] and torch.equal(out, x + y)
+
+    def test_idle_launches_leave_everything_to_the_host(self, child: Child) -> None:
+        child.request("prepare", timeout_s=60, idle=True)
+        source = ADD + """
+hooked = []
+add_kernel.add_pre_run_hook(lambda *a, **k: hooked.append(1))
+def f(x, y):
+    out = torch.zeros_like(x)
+    add_kernel[lambda meta: (hooked.append(1), triton.cdiv(meta["n"], meta["BLOCK"]))[1:]](x, y, out, x.numel(), BLOCK=256)
+    return out, torch.tensor([len(hooked)])
+"""
+        load(child, source, "f")
+        x = torch.ones(300)
+        wanted = [(RETURNED, [300], torch.float32), ({"from": "return", "index": 1}, [1], torch.int64)]
+        _, (out, hooked) = check(child, [("x", x), ("y", x)], wanted)
+        assert not out.any() and hooked.tolist() == [2]
+
+    @pytest.mark.parametrize("body", ["return x.as_subclass(Late)", "y = x * 2\n    y.detach = lambda: x + 1\n    return y"])
+    def test_a_result_that_would_do_its_work_later_is_not_taken_for_one(self, child: Child, body: str) -> None:
+        load(child, HEAD + """
+class Late(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return torch.zeros(3) if func.__name__ == "detach" else super().__torch_function__(func, types, args, kwargs)
+
+""" + f"def f(x):\n    {body}\n", "f")
+        reply, (out,) = check(child, [("x", torch.ones(3))], [(RETURNED, [3], torch.float32)])
+        assert out.tolist() == ([2, 2, 2] if "lambda" in body else [0, 0, 0])
+        assert reply["outputs"][0]["written"] is ("lambda" in body)
+
     def test_an_error_of_the_candidate_leaves_the_child_alive(self, child: Child) -> None:
         load(child, HEAD + "def f(x):\n    raise ZeroDivisionError('no')\n", "f")
         with pytest.raises(CandidateError) as caught:

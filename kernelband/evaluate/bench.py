@@ -232,9 +232,10 @@ class Bench:
                 limits.append(0.0)
                 continue
             tolerance = self.task.contract.tolerance
-            gap = torch.nan_to_num(honest.double() - exact, posinf=0.0, neginf=0.0).abs().max()
-            floor = torch.nan_to_num(exact, posinf=0.0, neginf=0.0).abs().max() * verify.floor_of(honest.dtype, tolerance)
-            limits.append(float(tolerance.max_ratio * gap + 2 * floor))
+            gap, largest = (float(torch.linalg.vector_norm(x, math.inf)) for x in (exact - honest, exact))
+            if not math.isfinite(gap + largest):
+                gap, largest = (float(torch.nan_to_num(x, posinf=0.0, neginf=0.0).abs().max()) for x in (exact - honest, exact))
+            limits.append(tolerance.max_ratio * gap + 2 * largest * verify.floor_of(honest.dtype, tolerance))
         return limits
 
     def _wanted(self, slot: str, at: float) -> list[tuple[float, int, torch.Tensor, torch.Tensor]]:

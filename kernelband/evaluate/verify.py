@@ -308,38 +308,29 @@ def close(honest: torch.Tensor, exact: torch.Tensor, got: torch.Tensor, limit: T
     """
     if honest.numel() == 0:
         return Verdict(True)
-    info = torch.finfo(honest.dtype)
     rounded = exact.to(honest.dtype)
-    honest_ok, got_ok, sound = torch.isfinite(honest), torch.isfinite(got), torch.isfinite(rounded)
-    agrees = (_class(got) == _class(honest)) | (_class(got) == _class(rounded))
-    # Within a few units of the largest number of the dtype, honest work falls on either side.
-    brink = sound & (rounded.abs() >= info.max * (1 - 8 * info.eps)) & (_class(got) == _class(honest))
-    odd = torch.where(sound, ~got_ok & ~brink, ~agrees)
-    if bool(odd.any()):
-        at = int(odd.reshape(-1).int().argmax())
-        return Verdict(False, "wrong", f"{name}: {got.reshape(-1)[at].item()} at {_place(at, got.shape)}, expected "
-                                       f"{rounded.reshape(-1)[at].item()} ({int(odd.sum())} such elements)", math.inf)
-    zero = torch.zeros((), dtype=torch.float64, device=got.device)
-    # A finite element where only the truth overflows: the honest run is what is left to compare with.
-    right = torch.where(sound, exact.double(), torch.where(honest_ok, honest.double(), zero))
-    truth64 = torch.where(sound, exact.double(), zero)
-    error = torch.where(got_ok, got.double() - right, zero)
-    yard = torch.where(sound & honest_ok, honest.double() - right, zero)
-    ulp = floor_of(honest.dtype, limit)
-    rms = lambda t: float(t.square().mean().sqrt())  # noqa: E731
-    largest = float(truth64.abs().max())
-    yard_rms = rms(yard) * math.sqrt(yard.numel() / max(1, int((sound & honest_ok).sum())))
-    allowed_rms = limit.rmse_ratio * yard_rms + ulp * rms(truth64)
-    allowed_max = limit.max_ratio * float(yard.abs().max()) + ulp * largest
-    shares = {"RMS error": rms(error) / max(allowed_rms, 1e-300),
-              "largest error": float(error.abs().max()) / max(allowed_max, 1e-300)}
+    if bool(torch.isfinite(honest).all() & torch.isfinite(got).all() & torch.isfinite(rounded).all()):
+        truth64 = exact.double()
+        error, yard, counted = truth64 - got, truth64 - honest, honest.numel()
+    else:
+        odd, truth64, error, yard, counted = _partly_infinite(honest, exact, rounded, got)
+        if bool(odd.any()):
+            at = int(odd.reshape(-1).int().argmax())
+            return Verdict(False, "wrong", f"{name}: {got.reshape(-1)[at].item()} at {_place(at, got.shape)}, expected "
+                                           f"{rounded.reshape(-1)[at].item()} ({int(odd.sum())} such elements)", math.inf)
+    ulp, norm = floor_of(honest.dtype, limit), torch.linalg.vector_norm
+    measures = [f(x) for x in (error, yard, truth64) for f in (norm, lambda x: norm(x, math.inf))]
+    error_norm, error_max, yard_norm, yard_max, truth_norm, largest = torch.stack(measures).tolist()
+    size = math.sqrt(honest.numel())
+    allowed_rms = limit.rmse_ratio * yard_norm / math.sqrt(max(1, counted)) + ulp * truth_norm / size
+    shares = {"RMS error": error_norm / size / max(allowed_rms, 1e-300),
+              "largest error": error_max / max(limit.max_ratio * yard_max + ulp * largest, 1e-300)}
     if honest.ndim and honest.shape[-1] > 1:
-        rows = truth64.reshape(-1, honest.shape[-1])
-        spread = rows.std(dim=-1, unbiased=False)
-        of = lambda t: t.reshape(rows.shape).square().mean(dim=-1).sqrt() / spread.clamp_min(1e-300)  # noqa: E731
-        asked = (of(yard) <= limit.centred / 5) & (spread > ulp * largest)
-        if bool(asked.any()):
-            shares["error of a row over its spread"] = float(of(error)[asked].max()) / limit.centred
+        spread = truth64.std(dim=-1, unbiased=False)
+        scale = (spread * math.sqrt(honest.shape[-1])).clamp_min(1e-300)
+        asked = (norm(yard, dim=-1) / scale <= limit.centred / 5) & (spread > ulp * largest)
+        worst = torch.where(asked, norm(error, dim=-1) / scale, 0.0).max()
+        shares["error of a row over its spread"] = float(worst) / limit.centred
     what, share = max(shares.items(), key=lambda item: item[1])
     if share <= 1.0:
         return Verdict(True, error=share)
@@ -347,6 +338,25 @@ def close(honest: torch.Tensor, exact: torch.Tensor, got: torch.Tensor, limit: T
     return Verdict(False, "wrong", f"{name}: {what} is {share:.3g} times what is allowed; worst element at "
                                    f"{_place(at, got.shape)}: expected {exact.reshape(-1)[at].item():.7g}, got "
                                    f"{got.reshape(-1)[at].item():.7g}", share)
+
+
+def _partly_infinite(honest: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor,
+                     got: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Where an element's class is wrong; truth, error and yardstick with zeros where there is nothing to compare; how many
+    elements give a yardstick."""
+    info = torch.finfo(honest.dtype)
+    honest_ok, got_ok, sound = torch.isfinite(honest), torch.isfinite(got), torch.isfinite(rounded)
+    agrees = (_class(got) == _class(honest)) | (_class(got) == _class(rounded))
+    # Within a few units of the largest number of the dtype, honest work falls on either side.
+    brink = sound & (rounded.abs() >= info.max * (1 - 8 * info.eps)) & (_class(got) == _class(honest))
+    odd = torch.where(sound, ~got_ok & ~brink, ~agrees)
+    zero = torch.zeros((), dtype=torch.float64, device=got.device)
+    # A finite element where only the truth overflows: the honest run is what is left to compare with.
+    right = torch.where(sound, exact.double(), torch.where(honest_ok, honest.double(), zero))
+    truth64 = torch.where(sound, exact.double(), zero)
+    error = torch.where(got_ok, got.double() - right, zero)
+    yard = torch.where(sound & honest_ok, honest.double() - right, zero)
+    return odd, truth64, error, yard, int((sound & honest_ok).sum())
 
 
 def _class(t: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """The interpreting child's operations: check a candidate's results on small cases, trace its work on big ones.
 
 Owns: ops "prepare" (before "load": stand-ins for CUDA in place when the candidate is imported), "check" and "trace";
-the tensors that the entry point is called with; the interpreter's repairs (bfloat16, several autotune configurations).
+the tensors that the entry point is called with, and those of them that are kept and filled again in place; launches that do
+nothing; the interpreter's repairs (bfloat16, several autotune configurations).
 Never: decides a verdict. The trusted side compares the bytes in the output memory; everything in a reply is evidence,
 because candidate code runs in the same process. TRITON_INTERPRET=1 was set before Triton was imported.
 """
@@ -9,6 +10,7 @@ because candidate code runs in the same process. TRITON_INTERPRET=1 was set befo
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import os
 from collections.abc import Iterator
@@ -23,6 +25,8 @@ import standin
 import torch
 import torchops
 import tracing
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, interpreter
 
 DTYPES = {
     name: getattr(torch, name)
@@ -32,9 +36,9 @@ DTYPES = {
     )
     if hasattr(torch, name)
 }
-# Bytes before and after each input, all ones (NaN as floats, -1 as integers): what lies there must not be written, and
-# what is read there spoils the result. A multiple of every alignment that a kernel may be promised.
-GUARD = 4096
+GUARD = torchops.GUARD
+_PLAIN, _detach = (torch.Tensor, torch.nn.Parameter), torch.Tensor.detach
+KEPT_BYTES = 256 << 20  # of inputs that are kept; beyond it the oldest go
 MAX_PROGRAMS, TRACE_SECONDS = 8, 20.0
 _prepared = False
 
@@ -43,6 +47,7 @@ def prepare(request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
     """Make wrappers that ask for CUDA run on CPU tensors, and repair the interpreter. Call before "load".
 
     ``request["properties"]`` (optional): fields of ``torch.cuda.get_device_properties`` of the device stood in for.
+    ``request["idle"]`` (optional): true makes every launch in this process do nothing, from before the candidate is imported.
     """
     global _prepared
     if not _prepared or "properties" in request:
@@ -53,8 +58,24 @@ def prepare(request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         repairs.install()
         # Wrappers ask the driver which target they run on; without a device Triton's own would look for libcuda.
         known = shims.PROPERTIES
-        standin.describe(int(known["major"]) * 10 + int(known["minor"]), int(known["warp_size"]))
+        if known["gcnArchName"]:
+            target = GPUTarget("hip", str(known["gcnArchName"]), int(known["warp_size"]))
+            driver.set_active(standin.StandInDriver(target, int(known["shared_memory_per_block_optin"])))
+        else:
+            standin.describe(int(known["major"]) * 10 + int(known["minor"]), int(known["warp_size"]))
+    if request.get("idle"):
+        interpreter.GridExecutor.__call__ = _idle
     return {"prepared": True}
+
+
+def _idle(executor: Any, *args: Any, **kwargs: Any) -> None:
+    """A launch of which only the host's part happens: hooks, and a grid that is a function. Their work is no kernel's."""
+    known = inspect.getfullargspec(executor.fn).args
+    kwargs = {name: value for name, value in kwargs.items() if name in known}
+    for hook in executor.pre_run_hooks:
+        hook(*args, **kwargs)
+    if callable(executor.grid):
+        executor.grid(inspect.getcallargs(executor.fn, *args, **kwargs))
 
 
 def _properties(request: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +83,7 @@ def _properties(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Input:
-    """One tensor argument in private memory between two guards."""
+    """One tensor argument in private memory between two guards. It can be filled again, which its tensor does not tell."""
 
     def __init__(self, spec: dict[str, Any], fd: int) -> None:
         self.name = spec["name"]
@@ -71,12 +92,16 @@ class _Input:
         extent = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
         size = extent * torch.empty((), dtype=dtype).element_size()
         self.memory = torch.full((size + 2 * GUARD,), 0xFF, dtype=torch.uint8)
-        body = self.memory[GUARD : GUARD + size]
-        _read(fd, body.numpy().data, int(spec["offset"]))
-        self.digest = self._digest(body)
-        self.body = body
+        self.body = self.memory[GUARD : GUARD + size]
         # Its own storage of exactly its size would lose the guards, so the tensor is a view into the middle.
-        self.tensor = body.view(dtype).as_strided(shape, stride) if extent else torch.empty(shape, dtype=dtype)
+        self.tensor = self.body.view(dtype).as_strided(shape, stride) if extent else torch.empty(shape, dtype=dtype)
+        self.fill(spec, fd)
+
+    def fill(self, spec: dict[str, Any], fd: int) -> None:
+        """Contents from the arena, written past torch: its count of a tensor's versions stays as it is."""
+        self.memory.numpy()[:] = 0xFF
+        _read(fd, self.body.numpy().data, int(spec["offset"]))
+        self.digest = self._digest(self.body)
 
     @staticmethod
     def _digest(body: torch.Tensor) -> bytes:
@@ -132,25 +157,48 @@ def _call(stack: ExitStack, arguments: list[Any]) -> Any:
             raise
 
 
+_kept: dict[str, tuple[Any, dict[str, _Input]]] = {}
+
+
+def _inputs(request: dict[str, Any], arena: int) -> dict[str, _Input]:
+    """The tensor arguments by name. Those of a slot are kept: the same tensors come back with the contents of the arena."""
+    specs = [spec for spec in request["args"] if spec["kind"] == "tensor"]
+    slot = request.get("slot")
+    form = [(s["name"], s["shape"], s["dtype"], s.get("stride")) for s in specs]
+    if slot in _kept and _kept[slot][0] == form:
+        inputs = _kept[slot][1]
+        for spec in specs:
+            inputs[spec["name"]].fill(spec, arena)
+        return inputs
+    inputs = {spec["name"]: _Input(spec, arena) for spec in specs}
+    if slot is not None:
+        _kept[slot] = (form, inputs)
+        while len(_kept) > 1 and sum(i.memory.numel() for _, kept in _kept.values() for i in kept.values()) > KEPT_BYTES:
+            del _kept[next(iter(_kept))]
+    return inputs
+
+
 def check(request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
     """Run the entry point on the arena's inputs (fds[0]) and write its outputs into fds[1].
 
-    Payload: args, outputs (see the evaluator's contract), poison ("nan" or a number, default "nan"). Reply: outputs
-    [{shape, dtype, stride, written} or {missing}], inputs_changed and out_of_bounds [argument names], lifted (bfloat16
-    was computed in float32 and rounded after each operation).
+    Payload: args, outputs (see the evaluator's contract), poison ("nan" or a number, default "nan"), slot (optional: the name
+    under which the tensors are kept; a later call of that name gets the very same ones, filled again). Reply: outputs
+    [{shape, dtype, stride, written} or {missing}], inputs_changed and out_of_bounds [argument names, "" for what the candidate
+    allocated], lifted (bfloat16 was computed in float32 and rounded after each operation).
     """
     prepare(_properties(request), [])
     arena, results = fds[0], fds[1]
     with shims.plain():
-        inputs = {spec["name"]: _Input(spec, arena) for spec in request["args"] if spec["kind"] == "tensor"}
+        inputs = _inputs(request, arena)
         arguments = [
             inputs[spec["name"]].tensor if spec["kind"] == "tensor" else spec["value"] for spec in request["args"]
         ]
     os.close(arena)  # what is left of the trusted side's memory here is the memory for results
     fds[0] = -1
     poison = request.get("poison", "nan")
+    fresh = torchops.Poison(math.nan if poison in ("nan", None) else float(poison))
     stack = ExitStack()
-    stack.enter_context(torchops.Poison(math.nan if poison in ("nan", None) else float(poison)))
+    stack.enter_context(fresh)
     returned = _call(stack, arguments)
     with shims.plain(), torch.no_grad():
         flat = list(_flatten(returned))
@@ -159,7 +207,7 @@ def check(request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         return {
             "outputs": outputs,
             "inputs_changed": [name for name, item in inputs.items() if item.changed()],
-            "out_of_bounds": [name for name, item in inputs.items() if item.overrun()],
+            "out_of_bounds": [name for name, item in inputs.items() if item.overrun()] + [""] * fresh.overrun(),
             "lifted": "bfloat16" in dtypes,
         }
 
@@ -170,9 +218,9 @@ def _deliver(spec: dict[str, Any], flat: list[Any], inputs: dict[str, _Input], f
     else:
         index = int(spec.get("index", 0))
         value = flat[index] if index < len(flat) else None
-    if not isinstance(value, torch.Tensor):
+    if value is None or type(value) not in _PLAIN:  # a subclass could put off its work until it is looked at
         return {"missing": True, "type": type(value).__name__, "written": False}
-    value = value.detach()
+    value = _detach(value)  # an attribute of the tensor's own could do so too
     dtype = str(value.dtype).removeprefix("torch.")
     found: dict[str, Any] = {"shape": list(value.shape), "dtype": dtype, "written": False}
     if value.layout != torch.strided or value.device.type != "cpu":
@@ -195,6 +243,7 @@ def trace(request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
     operations in order), dropped (launches beyond the first 400).
     """
     prepare(_properties(request), [])
+    _kept.clear()
     tracer = tracing.Tracer(int(request.get("max_programs", MAX_PROGRAMS)), float(request.get("seconds", TRACE_SECONDS)))
     arguments: list[Any] = []
     with shims.plain():

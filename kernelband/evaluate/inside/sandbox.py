@@ -42,7 +42,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass
 class Plan:
-    """One child's restrictions, as asked for by the trusted side. ``uid``: None keeps the user id."""
+    """One child's restrictions, as asked for by the trusted side. ``uid``: None keeps the user id. ``hide``: folders and
+    files; ``keep``: folders that stay visible, also below hidden ones."""
 
     mode: str
     workdir: str
@@ -146,10 +147,13 @@ def arrange_mounts(plan: Plan, features: dict[str, str]) -> None:
     _mount(None, "/", None, REC | PRIVATE)
     targets = _keep_targets(plan)
     problems: dict[str, list[str]] = {"private /tmp": [], "hidden folders": []}
-    for root in _roots(plan):
+    named = {os.path.realpath(path) for path in plan.hide}
+    for path in filter(os.path.isfile, named):
+        _mount("/dev/null", path, None, BIND)
+    for root in _roots(plan, targets):
         public = root in PUBLIC
         holders = [place for place in targets if root == place or root.startswith(place + "/")]
-        if holders:
+        if holders and (root in targets or root not in named):  # the caller knows what may go from inside of a kept folder
             problems["hidden folders"].append(f"{root} lies in {holders[0]}, which the interpreter needs")
             continue
         try:
@@ -178,14 +182,15 @@ def arrange_mounts(plan: Plan, features: dict[str, str]) -> None:
     features["read-only files"] = _read_only(writable)
 
 
-def _roots(plan: Plan) -> list[str]:
-    """The folders to hide, outermost only, as real paths that exist."""
+def _roots(plan: Plan, kept: Iterable[str]) -> list[str]:
+    """The folders to hide, as real paths that exist: the outermost, and those that come back with one of ``kept``."""
     try:
         home = pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:
         home = "/"
     found = {os.path.realpath(path) for path in (*PUBLIC, *HIDDEN, home, *plan.hide) if os.path.isdir(path)} - {"/"}
-    return sorted(path for path in found if not any(path.startswith(other + "/") for other in found))
+    return sorted(path for path in found if not any(path.startswith(other + "/") for other in found)
+                  or any(path.startswith(place + "/") for place in kept))
 
 
 def _keep_targets(plan: Plan) -> dict[str, int]:
@@ -333,7 +338,9 @@ def _landlock(plan: Plan) -> str:
     devices = [f"/dev/{name}" for name in DEVICES]
     if plan.mode == "cuda":
         devices += [entry.path for entry in os.scandir("/dev") if entry.name.startswith("nvidia")]
-    allowed = [(plan.workdir, change), *((place, change) for place in plan.private), ("/proc/self", on_file)]
+    # The driver writes below /proc/self, also in a tool that the child starts; in a namespace of its own that is no one else's.
+    own = "/proc" if plan.mode == "cuda" and "pid" in plan.namespaces else "/proc/self"
+    allowed = [(plan.workdir, change), *((place, change) for place in plan.private), (own, on_file)]
     allowed += [(device, change if os.path.isdir(device) else on_file) for device in devices]
     for path, rights in allowed:
         if os.path.exists(path):

@@ -2,7 +2,8 @@
 
 Owns: two dispatch modes. `Recorder` turns every torch operation of a traced call into a launch of its own (bytes, flops),
 so that work moved from a kernel into torch is not free, and skips the arithmetic of large ones: their results are lazily
-mapped zeros. `Poison` fills what torch.empty and its kin return, so that an output that no kernel writes is seen.
+mapped zeros. `Poison` fills what torch.empty and its kin return, so that an output that no kernel writes is seen, and puts it
+and what torch.zeros returns between guards, so that a store beside it is.
 Never: changes what small operations or integer operations compute.
 """
 
@@ -20,8 +21,12 @@ from tracing import Tracer
 
 HEAVY_BYTES = 1 << 20  # operations that touch more are not carried out in a trace
 POISON_BYTES = 64 << 20  # allocations beyond this are left as they are
+# Bytes before and after a tensor, all ones (NaN as floats, -1 as integers): what lies there must not be written, and what is
+# read there spoils the result. A multiple of every alignment that a kernel may be promised.
+GUARD = 4096
 _EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided",
           "aten::empty_permuted")
+_ZEROS = ("aten::zeros", "aten::new_zeros", "aten::zeros_like")
 _FREE = (*_EMPTY, "aten::_local_scalar_dense", "aten::lift_fresh", "aten::_unsafe_view", "aten::resize_",
          "aten::set_", "aten::_reshape_alias", "aten::is_pinned", "aten::item", "aten::record_stream")
 
@@ -172,19 +177,42 @@ class Recorder(_Mode):
 
 
 class Poison(_Mode):
-    """Fills fresh uninitialised memory with `value` (floats), a large odd number (integers) or True (booleans)."""
+    """Fills fresh uninitialised memory with `value` (floats), a large odd number (integers) or a truth value (booleans), of which
+    NaN and positive values choose others than negative ones. That memory, and fresh zeros, lie between guards."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
         self.value = value
+        self.guarded: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func._schema.name in _EMPTY:
+        name = func._schema.name
+        if name in _EMPTY or name in _ZEROS:
             with shims.plain():
-                if isinstance(out, torch.Tensor) and out.device.type == "cpu":
-                    self.fill(out)
+                if isinstance(out, torch.Tensor) and out.device.type == "cpu" and out.layout == torch.strided:
+                    out = self._between_guards(out)
+                    if name in _EMPTY:
+                        self.fill(out)
+                    else:
+                        out.zero_()
         return out
+
+    def _between_guards(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Other memory of the same form; a tensor of nothing, or of more than 64 MiB, as it is."""
+        extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        size = extent * tensor.element_size()
+        if not tensor.numel() or size > POISON_BYTES:
+            return tensor
+        memory = torch.full((size + 2 * GUARD,), 0xFF, dtype=torch.uint8)
+        self.guarded.append(memory)
+        # A storage that begins at the tensor: code that reads a storage, or asks for its offset, finds what it expects.
+        body = torch.frombuffer(memory.numpy().data, dtype=torch.uint8, count=size, offset=GUARD)
+        return body.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    def overrun(self) -> bool:
+        """Whether something was written beside what was allocated under this mode."""
+        return any(bool((m[:GUARD] != 0xFF).any() or (m[-GUARD:] != 0xFF).any()) for m in self.guarded)
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Overwrite a tensor of at most 64 MiB with the poison of its dtype."""
@@ -193,6 +221,6 @@ class Poison(_Mode):
         if tensor.is_floating_point():
             tensor.fill_(self.value)
         elif tensor.dtype == torch.bool:
-            tensor.fill_(True)
+            tensor.fill_(not self.value < 0)
         elif not tensor.is_complex():
-            tensor.fill_(torch.iinfo(tensor.dtype).max // 3)
+            tensor.fill_(torch.iinfo(tensor.dtype).max // (5 if self.value < 0 else 3))
