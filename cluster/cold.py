@@ -131,7 +131,8 @@ async def _again(run: RunFolder, cold: RunFolder, task: LoadedTask, where: devic
     limits = Config.model_validate(state.start.config).limits
     peaks = device.peaks_of(where.name) if where.measured else device.KNOWN[where.name]
     shop = Workshop(cold, task, where, peaks, seed=state.start.seed, tried=[], strategies=None, compilers=1, judges=1,
-                    compile_s=limits.compile_seconds, check_s=limits.check_seconds, hide=[run.path])
+                    compile_s=limits.compile_seconds, check_s=limits.check_seconds,
+                    hide=[run.path, *run.origin])
     try:
         await shop.open(say)
         return await _judged(shop, run, best, base, screened(state))

@@ -24,7 +24,7 @@ from kernelband.errors import RunFailed
 from kernelband.evaluate import profile
 from kernelband.evaluate.compile import Compiled, Target
 from kernelband.evaluate.judgement import Judgement
-from kernelband.evaluate.specs import shapes_only
+from kernelband.evaluate.specs import in_other_layouts, shapes_only
 from kernelband.folder import RunFolder
 from kernelband.journal import NAME as JOURNAL
 from kernelband.task import LoadedTask
@@ -80,6 +80,8 @@ class Workshop:
         target = target_of(device, peaks)
         roles = ("check", "timed", "held_out") if device.measured else ("timed",)
         cases = [shapes_only(task.task, c) for c in task.task.with_role(*roles)]  # type: ignore[arg-type]
+        if device.measured:
+            cases += [spec for c in task.task.with_role("check", "held_out") for spec in in_other_layouts(task.task, c)]
         # Candidates see no file of this run or one beside it: not the oracle, not each other. Nor the task where the user has
         # it. Workers may stand in another folder.
         private = [p.resolve() for p in (folder.path, *hide)]

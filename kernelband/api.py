@@ -250,7 +250,8 @@ def _drive(folder: RunFolder, task: LoadedTask, where: device.Device, config: Co
                 judges = min(gpus, config.workers.gpus or gpus)
             shop = Workshop(folder, task, where, peaks, seed=config.seed, tried=tried,
                             strategies=config.strategies, compilers=compilers, judges=judges,
-                            compile_s=config.limits.compile_seconds, check_s=config.limits.check_seconds)
+                            compile_s=config.limits.compile_seconds, check_s=config.limits.check_seconds,
+                            hide=folder.origin)
             in_flight = state.start.lag or config.workers.in_flight or 3 * judges + 3
             driver = Driver(folder, log, state, make(config.policy), shop, view, status, in_flight)
             interrupted = asyncio.run(_live(driver, shop, task, view, status, state))

@@ -1,6 +1,6 @@
 """The folder of a run: where everything lies, and that it can be written before anything is begun.
 
-    best.py  results.parquet  journal.jsonl  sources/HASH.py  proof/task/{task,kernel}.py  cache/
+    best.py  results.parquet  journal.jsonl  sources/HASH.py  proof/task/{task,kernel}.py  proof/origin  cache/
 
 Owns names, atomic writes, and whose the folder is: who holds the journal's lock. The journal's content is journal.py's
 business.
@@ -32,6 +32,14 @@ class RunFolder:
     def task(self) -> Path:
         """A copy of the task as it was when the run began: all that a cold check needs."""
         return self.path / "proof" / "task"
+
+    @property
+    def origin(self) -> list[Path]:
+        """The folder that the task was copied from, for hiding it from candidates; empty if it is not known."""
+        try:
+            return [Path((self.path / "proof" / "origin").read_text(encoding="utf-8").strip())]
+        except (OSError, UnicodeDecodeError):
+            return []
 
     @property
     def cache(self) -> Path:
@@ -78,6 +86,7 @@ class RunFolder:
                     part.mkdir(parents=True, exist_ok=True)
                 for name in ("task.py", "kernel.py"):
                     shutil.copyfile(task.folder / name, folder.task / name)
+                (path / "proof" / "origin").write_text(f"{task.folder}\n", encoding="utf-8")
             except OSError as err:
                 folder.remove()
                 raise _cannot_be_written(path, err) from None

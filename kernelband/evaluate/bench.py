@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from kernelband.evaluate import verify
+from kernelband.evaluate.layouts import arranged_inputs
 from kernelband.evaluate.measure import Slice, calls_for
 from kernelband.evaluate.specs import describe
 from kernelband.evaluate.transport import Outputs, Shared, Slot, scales
@@ -58,15 +59,16 @@ class Bench:
     slots: how many sets of inputs are used in turn; None for so many that inputs and outputs of all of them are three times
     the L2 cache (`l2_bytes`), within MEMORY_SHARE of `free_bytes`. An argument that the contract calls constant is drawn
     once and shared by all slots. guard: None for plain buffers, else whether guarded ones lie at the end of their mappings.
-    off: layers (judgement.LAYERS) that are left out.
+    off: layers (judgement.LAYERS) that are left out. layout: how floating inputs lie in memory; `name` tells it.
 
     Contents of a slot are its drawn inputs times a factor that is new in every slice (floating tensors only), so that no
     contents come twice, by address or by value. What is right for them is worked out when it is asked for.
     """
 
     def __init__(self, task: Task, case: Case, slots: int | None, timeout_s: float, l2_bytes: int = 0, free_bytes: int = 0,
-                 guard: bool | None = None, off: Collection[str] = ()):
-        self.task, self.case, self.timeout_s, self.off = task, case, timeout_s, off
+                 guard: bool | None = None, off: Collection[str] = (), layout: str = "contiguous"):
+        self.task, self.case, self.timeout_s, self.off, self.layout = task, case, timeout_s, off, layout
+        self.name = case.name if layout == "contiguous" else f"{case.name}/{layout}"
         self.once = bool(task.contract.mutates)
         drawn = self._draw("drawn")
         right = verify.truth(task, case, drawn)
@@ -76,13 +78,13 @@ class Bench:
         self._constants = {n: Shared(v) for n, v in self.constant.items()}
         for name, shared in self._constants.items():
             shared.tensor.copy_(self.constant[name])
-        self.slots = {f"{case.name}/{i}": Slot(drawn, self._constants, guard) for i in range(slots)}
+        self.slots = {f"{self.name}/{i}": Slot(drawn, self._constants, guard) for i in range(slots)}
         self.drawn: dict[str, dict[str, Any]] = dict.fromkeys(self.slots, drawn)
         self.factors: dict[str, float] = dict.fromkeys(self.slots, 1.0)
         self._truths: dict[str, Truth] = {}
         self.limits: dict[str, list[float]] = {}
         self.outputs = Outputs(verify.output_specs(task, right), right.honest)
-        self.out_name = f"{case.name}/out"
+        self.out_name = f"{self.name}/out"
         self.calls = slots
         self.overhead_us = 0.0
         self.seconds = 0.0
@@ -92,7 +94,8 @@ class Bench:
         self._warm: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def _draw(self, family: str) -> dict[str, Any]:
-        return verify.draw(self.task, self.case, secrets.randbits(62), family, DEVICE)
+        drawn = verify.draw(self.task, self.case, secrets.randbits(62), family, DEVICE)
+        return drawn if self.layout == "contiguous" else arranged_inputs(drawn, self.layout)
 
     @property
     def result_bytes(self) -> int:

@@ -42,6 +42,10 @@ class Checks:
         for i, bench in enumerate(cases):
             slot = next(iter(bench.slots))
             families = verify.families_for(self.contract, i, len(cases)) if "families" not in self.off else ("drawn",)
+            if bench.layout != "contiguous":
+                bench.fill(slot)
+                self._one(child, judgement, bench, slot, bench.layout, i)
+                continue
             for family in families:
                 bench.fill(slot, family)
                 self._one(child, judgement, bench, slot, family, i)

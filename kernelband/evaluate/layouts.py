@@ -5,6 +5,9 @@ Owns the meaning of each name in task.LAYOUTS. Trusted side, for CPU and GPU ali
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from kernelband.errors import nearest
@@ -37,3 +40,8 @@ def _between(dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def arranged_inputs(inputs: Mapping[str, Any], layout: str) -> dict[str, Any]:
+    """Arguments with every floating tensor in `layout`; the rest as it is."""
+    return {n: arranged(v, layout) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in inputs.items()}

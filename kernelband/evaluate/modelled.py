@@ -21,7 +21,7 @@ import torch
 from kernelband.device import Peaks, roofline_us
 from kernelband.evaluate import model, verify
 from kernelband.evaluate.judgement import Judgement, Refused, refusal
-from kernelband.evaluate.layouts import arranged
+from kernelband.evaluate.layouts import arranged_inputs
 from kernelband.evaluate.specs import describe, extent, shapes_only
 from kernelband.evaluate.verify import Truth, Verdict
 from kernelband.evaluate.zygote import CandidateError, Child, ChildDied, SandboxError, Zygote
@@ -127,8 +127,7 @@ class Checks:
                 self.drawn[case.name] = right
                 for layout in contract.layouts:
                     if layout != "contiguous" and "families" not in self.off:
-                        inputs = {n: arranged(v, layout) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-                                  for n, v in right.inputs.items()}
+                        inputs = arranged_inputs(right.inputs, layout)
                         self._check(case, f"{layout} inputs", Truth(inputs, right.exact, right.honest), self._slot(case), i,
                                     "families", f"{case.name}/{layout}")
 
@@ -175,8 +174,8 @@ class Checks:
         self.judgement.checks[key] = "pass" if verdict.ok else verdict.kind
         if done.beyond and "guard" not in self.off:
             name = done.beyond[0]
-            raise Refused("unsafe_memory", f"{where}: wrote outside of {f'argument {name!r}' if name else 'what it allocated'}",
-                          "guard")
+            beside = f"argument {name!r}" if name else "what it allocated"
+            raise Refused("unsafe_memory", f"{where}: touched memory beside {beside}", "guard")
         if not verdict.ok:
             if not done.written:
                 layer = "form"

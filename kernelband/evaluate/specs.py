@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernelband.errors import UserError
+from kernelband.evaluate.layouts import arranged_inputs
 from kernelband.evaluate.verify import draw
 from kernelband.task import Case, Task
 
@@ -48,6 +49,13 @@ def describe(inputs: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
             raise UserError(f"argument {name!r} is a {type(value).__name__}; inputs() may return tensors, numbers, "
                             f"strings and None.")
     return specs, offset
+
+
+def in_other_layouts(task: Task, case: Case) -> list[CaseSpec]:
+    """The specs of a case in each memory layout but the contiguous one that the contract asks for, named `case/layout`."""
+    others = [layout for layout in task.contract.layouts if layout != "contiguous"]
+    return [CaseSpec(f"{case.name}/{layout}", describe(arranged_inputs(draw(task, case, 0, "drawn", "cpu"), layout))[0])
+            for layout in others]
 
 
 def shapes_only(task: Task, case: Case) -> CaseSpec:

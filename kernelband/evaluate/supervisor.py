@@ -84,6 +84,12 @@ class Supervisor:
     def names(self, *roles: str) -> list[str]:
         return [c.name for c in self.task.with_role(*roles)]  # type: ignore[arg-type]
 
+    def small(self, *roles: str) -> list[str]:
+        """Names of the benches of check and held-out cases, first those of contiguous inputs, then other layouts."""
+        cases = self.names(*roles)
+        layouts = [x for x in self.task.contract.layouts if x != "contiguous"] if "families" not in self.off else []
+        return [*cases, *(f"{case}/{layout}" for layout in layouts for case in cases)]
+
     def timed(self) -> list[Bench]:
         """The benches of the timed cases, in the task's order."""
         return [self.benches[n] for n in self.names("timed")]
@@ -99,14 +105,17 @@ class Supervisor:
 
     def _make_benches(self) -> None:
         guards: tuple[bool | None, ...] = (True, False) if "guard" not in self.off else (None,)
-        for i, case in enumerate(self.task.with_role("check", "held_out")):
+        cases = {c.name: c for c in self.task.cases}
+        for i, name in enumerate(self.small("check", "held_out")):
+            known, _, layout = name.rpartition("/") if name not in cases else (name, "", "contiguous")
+            case = cases[known]
             try:
-                made = Bench(self.task, case, 1, self.timeout_s, guard=guards[i % len(guards)], off=self.off)
+                made = Bench(self.task, case, 1, self.timeout_s, guard=guards[i % len(guards)], off=self.off, layout=layout)
             except CudaError as err:
                 self.warn(f"guarded buffers are off: {err}")
                 guards = (None,)
-                made = Bench(self.task, case, 1, self.timeout_s, off=self.off)
-            self.benches[case.name] = made
+                made = Bench(self.task, case, 1, self.timeout_s, off=self.off, layout=layout)
+            self.benches[name] = made
         for case in self.task.with_role("timed"):
             self.benches[case.name] = Bench(self.task, case, None, self.timeout_s, self.l2, torch.cuda.mem_get_info()[0],
                                             off=self.off)
@@ -150,7 +159,7 @@ class Supervisor:
     def check(self, child: Child, judgement: Judgement, *roles: str, beside: Callable[[], None] = lambda: None) -> None:
         """The verdict. beside: what may be begun while it goes on; not before the buffers are open, for the driver does one such
         thing at a time."""
-        small = self.names(*roles)
+        small = self.small(*roles)
         for bench in (*(self.benches[n] for n in small), *self.timed()):
             bench.forget()
             guarded(bench.bind, child)

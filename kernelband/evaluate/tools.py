@@ -17,7 +17,6 @@ import json
 import math
 import os
 import secrets
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 
+from kernelband.doctor import find_tool
 from kernelband.evaluate import toollogs
 from kernelband.evaluate.binaries import UnsafeFile, read_below
 from kernelband.evaluate.specs import describe, extent
@@ -51,13 +51,8 @@ PARAMS = Path("/proc/driver/nvidia/params")
 
 def find(name: str) -> Path | None:
     """The executable of that name: on the PATH, in $CUDA_HOME/bin, or where the CUDA toolkit installs itself."""
-    places = [Path(os.environ["CUDA_HOME"]) / "bin" / name] if os.environ.get("CUDA_HOME") else []
-    places.append(Path("/usr/local/cuda/bin") / name)
-    on_path = shutil.which(name)
-    for place in ([Path(on_path)] if on_path else []) + places:
-        if place.is_file() and os.access(place, os.X_OK):
-            return place.absolute()
-    return None
+    found = find_tool(name)
+    return Path(found).absolute() if found else None
 
 
 # -- the gate ---------------------------------------------------------------------------------------------------

@@ -132,8 +132,12 @@ def disturbed(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor |
     old = float(value[place])
     if not math.isfinite(old):
         return None
-    largest = float(torch.nan_to_num(value, posinf=0.0, neginf=0.0).abs().max()) or 1.0
+    finite = torch.nan_to_num(value, posinf=0.0, neginf=0.0)
+    least, most = float(finite.min()), float(finite.max())
+    largest = max(-least, most) or 1.0
     new = old + largest if old < 0 or abs(old) < largest / 2 else old - largest
+    if least >= 0:  # a root or a logarithm may depend on it
+        new = abs(new)
     changed[place] = max(-torch.finfo(value.dtype).max, min(torch.finfo(value.dtype).max, new))
     return changed
 

@@ -70,6 +70,7 @@ def run(spec, folder, told):
         torch.cuda.synchronize()
     told["stage"] = "load"
     found = importlib.util.spec_from_file_location("candidate", os.path.join(folder, spec["source"]))
+    assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
     sys.modules["candidate"] = module
     found.loader.exec_module(module)

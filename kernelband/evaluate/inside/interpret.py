@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import bfloat
+import bounds
 import repairs
 import serve
 import shims
@@ -56,6 +57,7 @@ def prepare(request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         _prepared = True
         bfloat.install()
         repairs.install()
+        bounds.install()
         # Wrappers ask the driver which target they run on; without a device Triton's own would look for libcuda.
         known = shims.PROPERTIES
         if known["gcnArchName"]:
@@ -190,6 +192,9 @@ def check(request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
     arena, results = fds[0], fds[1]
     with shims.plain():
         inputs = _inputs(request, arena)
+        bounds.begin()
+        for name, item in inputs.items():
+            bounds.guard(item.memory, GUARD, name)
         arguments = [
             inputs[spec["name"]].tensor if spec["kind"] == "tensor" else spec["value"] for spec in request["args"]
         ]
@@ -207,7 +212,8 @@ def check(request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         return {
             "outputs": outputs,
             "inputs_changed": [name for name, item in inputs.items() if item.changed()],
-            "out_of_bounds": [name for name, item in inputs.items() if item.overrun()] + [""] * fresh.overrun(),
+            "out_of_bounds": [name for name, item in inputs.items() if item.overrun() or name in bounds.touched]
+            + [""] * (fresh.overrun() or "" in bounds.touched),
             "lifted": "bfloat16" in dtypes,
         }
 

@@ -22,6 +22,24 @@ def install() -> None:
     _index_single_elements()
     _reduce_pairwise()
     _logic_on_blocks()
+    _round_to_tf32()
+
+
+def _round_to_tf32() -> None:
+    """Products of float32 blocks without input_precision="ieee" see ten bits of each mantissa, as on the matrix units."""
+    original = interpreter.InterpreterBuilder.create_dot
+
+    def rounded(block: Any) -> Any:
+        bits = np.ascontiguousarray(block.data).view(np.uint32)
+        bits = (bits + np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))) & np.uint32(0xFFFFE000)
+        return interpreter.TensorHandle(bits.view(np.float32).reshape(block.data.shape), block.dtype)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, *args: Any) -> Any:
+        if str(precision).rpartition(".")[2] == "TF32" and a.data.dtype == np.float32 and a.dtype.scalar == tl.float32:
+            a, b = rounded(a), rounded(b)
+        return original(self, a, b, d, precision, *args)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
 class _Logic(ast.NodeTransformer):

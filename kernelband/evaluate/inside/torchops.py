@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 from typing import Any
 
+import bounds
 import shims
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -206,6 +207,7 @@ class Poison(_Mode):
             return tensor
         memory = torch.full((size + 2 * GUARD,), 0xFF, dtype=torch.uint8)
         self.guarded.append(memory)
+        bounds.guard(memory, GUARD, "")
         # A storage that begins at the tensor: code that reads a storage, or asks for its offset, finds what it expects.
         body = torch.frombuffer(memory.numpy().data, dtype=torch.uint8, count=size, offset=GUARD)
         return body.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())

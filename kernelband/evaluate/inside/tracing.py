@@ -116,8 +116,12 @@ class Tracer:
         options = {k: v for k, v in kwargs.items() if k in ("num_warps", "num_stages", "num_ctas", "maxnreg")}
         # The interpreter keeps CPU storages as they are here (no copy); the copy back would touch every page.
         args, named = executor._init_args_hst(args_dev, {k: v for k, v in kwargs.items() if k in known})
-        for hook in getattr(executor, "pre_run_hooks", []):
-            hook(*args, **named)
+        self.depth -= 1  # what a hook does in torch is work of the call's, as elsewhere in the wrapper
+        try:
+            for hook in getattr(executor, "pre_run_hooks", []):
+                hook(*args, **named)
+        finally:
+            self.depth += 1
         bound = inspect.getcallargs(fn, *args, **named)
         spans = spans_of(list(bound), list(bound.values()))
         scope = interpreter._patch_lang(fn)
