@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from kernelband import journal
+from kernelband.evaluate.judgement import LAYERS
 from kernelband.search import State, fold
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -114,6 +115,11 @@ def examples_svg(runs: list[tuple[str, list]]) -> str:
     return "\n".join(parts) + "\n"
 
 
+def layers_table() -> str:
+    """docs/verdicts.md: what can catch a candidate, from the code."""
+    return "\n".join(["| layer | what it looks at |", "|---|---|", *(f"| `{name}` | {what} |" for name, what in LAYERS.items())])
+
+
 def filled(text: str, name: str, table: str) -> str:
     begin = BEGIN.format(name)
     head, _, rest = text.partition(begin)
@@ -127,8 +133,9 @@ def documents() -> dict[Path, str]:
     """Path -> what the file must contain."""
     examples, probe = (json.loads((RESULTS / f"{n}.json").read_text()) for n in ("examples", "probe"))
     runs = [progress(RESULTS / "examples-runs" / f"{t['task']}.journal.jsonl") for t in examples["tasks"]]
-    readme, architecture = ROOT / "README.md", ROOT / "ARCHITECTURE.md"
+    readme, architecture, verdicts = ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "docs" / "verdicts.md"
     return {
+        verdicts: filled(verdicts.read_text(), "layers", layers_table()),
         readme: filled(readme.read_text(), "examples", examples_table(examples)),
         architecture: filled(architecture.read_text(), "probe", probe_table(probe)),
         ROOT / "docs" / "examples.svg": examples_svg(runs),

@@ -50,15 +50,12 @@ class Final:
         self.judgement = Judgement("measured", level="final")
 
     def run(self, screened: int, runs: int, pairs: int) -> Judgement:
-        """Everything, the cheapest first. See Supervisor.final."""
+        """Everything, what takes long and seldom finds anything last. See Supervisor.final."""
         started, owner, judgement = time.monotonic(), self.owner, self.judgement
         told: list[dict[str, Ratio]] = []
         times: dict[str, list[float]] = {}
         try:
             self.prove()
-            self.profiled()
-            self.sanitized()
-            floor = self.floor(pairs)
             for run in range(runs):
                 for attempt in range(TRIES):
                     try:
@@ -70,6 +67,9 @@ class Final:
                 told.append(one)
                 for case, values in us.items():
                     times.setdefault(case, []).extend(values)
+            floor = self.floor(pairs)
+            self.profiled()
+            self.sanitized()
         except Refused as no:
             return no.judgement(judgement.checks)
         # Cases of one process pair share its luck: they are averaged first, and runs are what varies.
