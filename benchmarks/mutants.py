@@ -40,6 +40,10 @@ from kernelband.task import LoadedTask, load
 TASKS = {folder.name: folder for place in ("examples", "tests/attacks/mutant_tasks")
          for folder in sorted((ROOT / place).iterdir()) if (folder / "task.py").is_file()}
 """Honest kernels by name, with what is known about their cases."""
+OPERATORS = ROOT / "tests" / "attacks" / "operators"
+FRESH = {f"attacked-{folder.name}": folder for folder in sorted(OPERATORS.iterdir()) if (folder / "task.py").is_file()}
+"""Kernels that were not looked at while mutators, checks and the tasks above were made: their first figure is not tuned."""
+TASKS |= FRESH
 
 EQUIVALENT: dict[str, str] = {}
 """Survivor ("task/id" of its row) -> why no input within the contract can tell it from the original."""

@@ -21,7 +21,7 @@ from kernelband.errors import UserError, nearest
 
 Role = Literal["check", "timed", "held_out"]
 Compare = Literal["allclose", "exact", "permutation", "predicate"]
-FAMILIES = ("drawn", "offset", "scaled", "spike", "integers", "ties", "cancelling", "uneven")
+FAMILIES = ("drawn", "offset", "scaled", "tiny", "spike", "levels", "integers", "ties", "cancelling", "uneven")
 LAYOUTS = ("contiguous", "strided")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MOST_TEXT = 500_000

@@ -313,5 +313,5 @@ def test_torch_alone_is_a_result_where_the_contract_allows_it(compiled):
 
 def test_a_copy_and_a_cast_before_the_kernel_are_its_own_business(compiled):
     assert compiled(COPIES_FIRST).kind == "measured"
-    told = compiled(wrapped("return sound((x + 1 - 1).exp().log(), s)"))
+    told = compiled(wrapped("return sound(x.neg().neg().neg().neg(), s)"))
     assert told.kind == "not_a_kernel" and "of the work" in told.detail, told

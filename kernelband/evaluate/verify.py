@@ -51,9 +51,10 @@ class Verdict:
 
 def draw(task: Task, case: Case, seed: int, family: str, device: str) -> dict[str, Any]:
     """Fresh inputs of a case. family: 'drawn' as the task makes them; the others redraw floating tensors that are not constant:
-    'offset' 2x + 1/2, 'scaled' 8x, 'spike' one element at a random place set to eight times the largest, 'integers' -3 to 3 (0 to
-    3 where nothing was negative), 'ties' four values only, 'cancelling' neighbours of opposite sign, 'uneven' all but the first
-    quarter of the last axis 16 times as large. Each stays within the dtype's range, and what is not finite stays.
+    'offset' 2x + 1/2, 'scaled' 8x, 'tiny' x/1024, 'spike' three elements of 64 times the largest (at a random place, and at the
+    first and the last of some row), 'levels' every row moved up or down by 128 (up where nothing was negative), 'integers' -3 to
+    3 (0 to 3 likewise), 'ties' four values only, 'cancelling' neighbours of opposite sign, 'uneven' all but the first quarter of
+    the last axis 16 times as large. Each stays within the dtype's range, and what is not finite stays.
     Strides stay as drawn; a tensor whose elements share memory (expanded) stays as drawn altogether.
 
     Raises UserError if the generator raises or gives arguments in another order than the reference takes.
@@ -96,10 +97,17 @@ def _redrawn(family: str, value: torch.Tensor, generator: torch.Generator) -> to
         moved = wide * 2 + 0.5
     elif family == "scaled":
         moved = wide * 8
+    elif family == "tiny":  # what is added to keep a root or a quotient sound weighs something here
+        moved = wide / 1024
     elif family == "spike":
-        moved = wide.clone()
-        place = int(random(value.numel(), 1))
-        moved[_index(place, value.shape)] = 8 * wide.abs().max()
+        moved, most = wide.clone(), 64 * wide.abs().max()
+        row = max(1, value.shape[-1] if value.ndim else 1)
+        first = int(random(value.numel() // row, 1)) * row
+        for place in (int(random(value.numel(), 1)), first, int(random(value.numel() // row, 1)) * row + row - 1):
+            moved[_index(place, value.shape)] = most
+    elif family == "levels":  # so far from 0 that exponentials overflow and differences of squares cancel
+        signs = 2 * random(2, *value.shape[:-1], *([1] if value.ndim else [])) - 1
+        moved = wide + 128 * (signs.abs() if bool((wide >= 0).all()) else signs)
     elif family == "integers":  # exact in every dtype; what had no negative values gets none
         low = 0 if bool((wide >= 0).all()) else -3
         moved = (random(4 - low, *value.shape) + low).double()
