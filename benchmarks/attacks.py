@@ -56,7 +56,8 @@ def candidates(only: list[str], gpu: bool) -> list[dict[str, Any]]:
             found.append({**common, "id": entry.id + "+twin", "operator": entry.twin_operator, "where": entry.twin_where,
                           "source": entry.twin, "expected": ["measured"], "wanted": "", "twin": True, "violent": False,
                           "hangs": False})
-    return sorted(found, key=lambda c: c["operator"])  # one supervisor after another; within one, in the catalogue's order
+    # One supervisor after another; within one, attacks that only a GPU shows first, twins last.
+    return sorted(found, key=lambda c: (c["operator"], c["twin"], c["where"] != "gpu"))
 
 
 # -- the usual scheme, in a process that may do to itself what it likes ---------------------------------------------
@@ -249,6 +250,16 @@ def compile_all(todo: list[dict[str, Any]], cache: Path, peaks: Any, gpu: str) -
     print(f"compiled {len(done)} sources in {time.monotonic() - begin:.0f} s; {sum(map(bool, done))} failed", flush=True)
 
 
+def late_control(judged: list[dict[str, Any]], everything: list[dict[str, Any]],
+                 judge: Control | None) -> Generator[dict[str, Any], None, None]:
+    """Rows of attacks that were judged without the usual scheme, once more with it; the later row of an id stands."""
+    latest = {row["id"]: row for row in judged}
+    for one in everything:
+        row = latest.get(one["id"])
+        if row is not None and not one["twin"] and "usual_kind" not in row:
+            yield row | usual_of(one, judge)
+
+
 # -- results --------------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +305,7 @@ def main() -> None:
     parser.add_argument("--parts", type=Path, default=HERE / "parts", help="where the parts of other scripts lie")
     parser.add_argument("--cache", type=Path, default=ROOT / "runs" / "attacks-cache", help="compiled candidates")
     parser.add_argument("--no-control", action="store_true", help="leave the usual scheme out")
+    parser.add_argument("--control-only", action="store_true", help="the usual scheme for rows of an earlier run without it")
     asked = parser.parse_args()
     deadline = rows.Deadline(asked.seconds)
     if not asked.summary:
@@ -314,11 +326,15 @@ def main() -> None:
             peaks = peaks_of(gpu)
             if peaks is None:
                 raise SystemExit(f"no peaks are known for {gpu}; add them to kernelband/device.py")
-            compile_all(todo, asked.cache, peaks, gpu)
+            if not asked.control_only:
+                compile_all(todo, asked.cache, peaks, gpu)
             judged = with_gpu(todo, judge, asked.cache, peaks, gpu)
         else:
             judged = without_gpu(todo, judge, asked.cache)
         begin = time.monotonic()
+        if asked.control_only:
+            judged.close()
+            judged = late_control(kept.rows, everything, judge)
         for row in judged:
             kept.add({**row, "judge": "gpu" if gpu else "model"})
             print(line_of(row), flush=True)
@@ -333,6 +349,7 @@ def main() -> None:
         if asked.shard[1] > 1:
             return
     head, found = rows.gather(asked.out)
+    found = list({row["id"]: row for row in found}.values())
     measured = head["settings"]["judge"] == "gpu"
     if measured:
         found += part(asked.parts, "attacks-ci").get("rows", [])

@@ -21,7 +21,7 @@ from kernelband.evaluate import verify
 from kernelband.evaluate.layouts import arranged_inputs
 from kernelband.evaluate.measure import Slice, calls_for
 from kernelband.evaluate.specs import describe
-from kernelband.evaluate.transport import Outputs, Shared, Slot, scales
+from kernelband.evaluate.transport import Change, Outputs, Shared, Slot, changes
 from kernelband.evaluate.verify import Truth, Verdict
 from kernelband.task import Case, Task
 
@@ -61,7 +61,7 @@ class Bench:
     once and shared by all slots. guard: None for plain buffers, else whether guarded ones lie at the end of their mappings.
     off: layers (judgement.LAYERS) that are left out. layout: how floating inputs lie in memory; `name` tells it.
 
-    Contents of a slot are its drawn inputs times a factor that is new in every slice (floating tensors only), so that no
+    Contents of a slot are its drawn inputs with a Change that is new in every slice (floating tensors only), so that no
     contents come twice, by address or by value. What is right for them is worked out when it is asked for.
     """
 
@@ -80,7 +80,7 @@ class Bench:
             shared.tensor.copy_(self.constant[name])
         self.slots = {f"{self.name}/{i}": Slot(drawn, self._constants, guard) for i in range(slots)}
         self.drawn: dict[str, dict[str, Any]] = dict.fromkeys(self.slots, drawn)
-        self.factors: dict[str, float] = dict.fromkeys(self.slots, 1.0)
+        self.changes: dict[str, Change | None] = dict.fromkeys(self.slots)
         self._truths: dict[str, Truth] = {}
         self.limits: dict[str, list[float]] = {}
         self.outputs = Outputs(verify.output_specs(task, right), right.honest)
@@ -113,13 +113,13 @@ class Bench:
 
     def fill(self, name: str, family: str = "drawn") -> None:
         """Fresh secret inputs in one slot, at the same addresses."""
-        self._show(name, {**self._draw(family), **self.constant}, 1.0)
+        self._show(name, {**self._draw(family), **self.constant})
         _wait()
 
     def refill(self) -> None:
         """Fresh secret inputs in every slot."""
         for name in self.slots:
-            self._show(name, {**self._draw("drawn"), **self.constant}, 1.0)
+            self._show(name, {**self._draw("drawn"), **self.constant})
         _wait()
 
     def disturb(self, name: str) -> bool:
@@ -133,37 +133,39 @@ class Bench:
                 if other is not None:
                     changed[argument] = other
         if changed:
-            self._show(name, {**self.drawn[name], **changed}, self.factors[name])
+            self._show(name, {**self.drawn[name], **changed}, self.changes[name])
             _wait()
         return bool(changed)
 
     def renew(self) -> None:
-        """Other contents at the same addresses in every slot: drawn inputs times a new factor, or drawn anew without floats."""
+        """Other contents at the same addresses in every slot: see Change; drawn anew where no input can be changed so."""
+        chance = random.SystemRandom()
         for name, drawn in self.drawn.items():
             if "fresh" in self.off:
-                self._show(name, drawn, self.factors[name])
-            elif any(isinstance(v, torch.Tensor) and v.is_floating_point() and n not in self.constant for n, v in drawn.items()):
-                self._show(name, drawn, random.SystemRandom().uniform(0.75, 1.25))
+                self._show(name, drawn, self.changes[name])
+            elif any(isinstance(v, torch.Tensor) and n not in self.constant and changes(v) for n, v in drawn.items()):
+                self._show(name, drawn, Change(chance.uniform(0.75, 1.25), chance.randrange(Change.STEP)))
             else:
-                self._show(name, {**self._draw("drawn"), **self.constant}, 1.0)
+                self._show(name, {**self._draw("drawn"), **self.constant})
         _wait()
 
     def restore(self, name: str | None = None) -> None:
         """Undo what calls may do to mutated arguments, in one slot or in all."""
         for slot in self.slots if name is None else (name,):
-            self.slots[slot].fill(self.drawn[slot], self.factors[slot])
+            self.slots[slot].fill(self.drawn[slot], self.changes[slot])
         _wait()
 
-    def _show(self, name: str, drawn: dict[str, Any], factor: float) -> None:
-        self.drawn[name], self.factors[name] = drawn, factor
-        self.slots[name].fill(drawn, factor)
+    def _show(self, name: str, drawn: dict[str, Any], change: Change | None = None) -> None:
+        self.drawn[name], self.changes[name] = drawn, change
+        self.slots[name].fill(drawn, change)
         self._truths.pop(name, None)
 
     def inputs(self, name: str) -> dict[str, Any]:
         """What the trusted side wrote into a slot, worked out again: the buffer itself may have been written to since."""
-        factor = self.factors[name]
-        return {n: v * factor if factor != 1.0 and n in self.slots[name].own and scales(v) else v
-                for n, v in self.drawn[name].items()}
+        change = self.changes[name]
+        if change is None:
+            return dict(self.drawn[name])
+        return {n: change.of(v) if n in self.slots[name].own and changes(v) else v for n, v in self.drawn[name].items()}
 
     def truth(self, name: str) -> Truth:
         """What is right for the contents of a slot."""
@@ -285,15 +287,13 @@ class Bench:
     def slice(self, child: Any, calls: int | None = None, graph: bool = False) -> Slice:
         """One slice by this process's clock: from release to a checked sample of a slot chosen before, unknown to the child.
 
-        Outside of the clock: every slot gets other contents, in the sampled one an element is changed on top, a few
-        calls warm up, outputs are poisoned. graph: the calls are captured in a CUDA graph before and replayed.
+        Outside of the clock: every slot gets other contents, a few calls warm up, outputs are poisoned. graph: the calls are
+        captured in a CUDA graph before and replayed.
         Raises Wrong when the sample is not right, or when the inputs of that slot were written to.
         """
         count = self.calls if calls is None else calls
         names = self._ready(child, count, graph)
         slot, at = names[secrets.randbelow(min(len(names), max(1, count)))], secrets.randbelow(1 << 20) / (1 << 20)
-        if "fresh" not in self.off:
-            self.disturb(slot)
         wanted = self._wanted(slot, at)
         self._blank()
         _wait()

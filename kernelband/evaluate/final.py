@@ -109,31 +109,38 @@ class Final:
         owner = self.owner
         if not self.facts or "what_ran" in owner.off:
             return
-        child = guarded(owner.child_of, self.source, self.cache)
+        shares: list[profile.WhatRan] = []
+        for bench, said in zip(owner.timed(), self._traced(self.source, self.cache), strict=True):
+            what = profile.what_ran(said, self.facts)
+            if not what.us:
+                base, cache = owner.children.sources[owner.baseline]
+                if not any(r.get("us") for told in self._traced(base, cache) for r in told if isinstance(r, dict)):
+                    owner.warn("what ran on the device is not known: CUPTI gives no records here")
+                    return
+                raise Refused("not_a_kernel", f"{bench.case.name}: it left no trace on the device, where the baseline does",
+                              "what_ran")
+            shares.append(what)
+            told = profile.allowed(what, owner.task.contract.allow)
+            if told:
+                raise Refused("not_a_kernel", f"{bench.case.name}: {told}", "what_ran")
+        for who in ("own", "vendor", "torch", "copy"):
+            self.judgement.ran[who] = round(min(getattr(w, f"{who}_share") for w in shares), 4)
+
+    def _traced(self, source: str, cache: Path | None) -> list[list[Any]]:
+        """Records of the device's activities, by timed case; empty ones where there are none."""
+        owner, found = self.owner, []
+        child = guarded(owner.child_of, source, cache)
         try:
             guarded(owner.bind_timed, child)
-            shares: list[profile.WhatRan] = []
             for bench in owner.timed():
                 bench.forget()
                 bench.refill()
-                try:
-                    said = child.request("profile", timeout_s=owner.timeout_s, slots=list(bench.slots)[:2], calls=PROFILED)
-                except (CandidateError, ChildDied) as err:
-                    owner.warn(f"no trace of what ran on the device: {err}")
-                    return
+                said = guarded(child.request, "profile", timeout_s=owner.timeout_s, slots=list(bench.slots)[:2], calls=PROFILED)
                 records = said.get("records")
-                what = profile.what_ran(records if isinstance(records, list) else [], self.facts)
-                if not what.us:
-                    owner.warn("no trace of what ran on the device: CUPTI gives no records here")
-                    return
-                shares.append(what)
-                told = profile.allowed(what, owner.task.contract.allow)
-                if told:
-                    raise Refused("not_a_kernel", f"{bench.case.name}: {told}", "what_ran")
+                found.append(records if isinstance(records, list) else [])
         finally:
             child.kill()
-        for who in ("own", "vendor", "torch", "copy"):
-            self.judgement.ran[who] = round(min(getattr(w, f"{who}_share") for w in shares), 4)
+        return found
 
     def sanitized(self) -> None:
         """compute-sanitizer on small cases, where it is installed. Raises Refused."""

@@ -324,8 +324,8 @@ class ModelledJudge:
                 self._own_work(name, reply["launches"])
             said = model.predict(self.peaks, model.pair(reply["launches"], [f.to_json() for f in launches]))
         except (AttributeError, KeyError, TypeError, ValueError) as err:
-            raise Refused("infra", f"{name}: the trace and the compiled launches do not fit together: {err}",
-                          "process") from None
+            raise Refused("timing_inconsistent", f"{name}: what was traced and what was compiled do not fit together: {err}",
+                          "events") from None
         if "physics" not in self.off:
             self._believable(name, said.us)
         judgement.times[name] = (said.us, said.low, said.high, 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -94,17 +95,14 @@ class Slot:
         """Descriptors of guarded buffers, in the order of the specs that have 'guarded'."""
         return [self.buffers[s["name"]].descriptor for s in self.specs if "guarded" in s]
 
-    def fill(self, inputs: Mapping[str, Any], factor: float = 1.0) -> None:
-        """Copy contents to the same addresses, floating ones times `factor`; constants stay."""
+    def fill(self, inputs: Mapping[str, Any], change: Change | None = None) -> None:
+        """Copy contents to the same addresses, changed on the way; constants stay."""
         for name, shared in self.own.items():
-            if factor != 1.0 and scales(inputs[name]):
-                torch.mul(inputs[name], factor, out=shared.tensor)
-            else:
+            if change is None or not changes(inputs[name]):
                 shared.tensor.copy_(inputs[name])
-
-    def contents(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """`inputs` with every tensor replaced by a copy of what the buffers hold now."""
-        return {n: self.buffers[n].tensor.clone() if n in self.buffers else v for n, v in inputs.items()}
+            else:
+                torch.mul(inputs[name], change.factor, out=shared.tensor)
+                change.mix(shared.tensor)
 
     def altered(self, inputs: Mapping[str, Any], but: tuple[str, ...]) -> list[str]:
         """Arguments whose bytes are no longer those of `inputs`, except those named in `but`."""
@@ -119,9 +117,39 @@ class Slot:
             shared.close()
 
 
+@dataclass(frozen=True)
+class Change:
+    """Other contents from the same ones, cheaply: everything times `factor`, and every STEP-th element from `start` on moved to
+    the place of the next of them. What keys its answers by a fingerprint either sees the change or gives an old answer, and no
+    old answer is right times a number."""
+
+    factor: float
+    start: int
+
+    STEP = 4096
+
+    def mix(self, tensor: torch.Tensor) -> None:
+        """Move the elements, in place. Those of short tensors too: the step is at most a third of the length."""
+        flat = tensor.as_strided((extent(tensor) // tensor.element_size(),), (1,))
+        part = flat[self.start % max(1, min(self.STEP, flat.numel() // 3))::max(1, min(self.STEP, flat.numel() // 3))]
+        part.copy_(part.roll(1))
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        """The changed contents in a tensor of its own, bit for bit what `Slot.fill` writes."""
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        torch.mul(value, self.factor, out=made)
+        self.mix(made)
+        return made
+
+
 def scales(value: torch.Tensor) -> bool:
     """Whether torch multiplies this dtype by a number."""
     return value.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def changes(value: torch.Tensor) -> bool:
+    """Whether contents of this tensor can be changed by `Change`: floats, each at an address of its own, without gaps."""
+    return scales(value) and value.numel() > 0 and value.numel() * value.element_size() == extent(value)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

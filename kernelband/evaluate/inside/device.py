@@ -69,9 +69,10 @@ def _run(slot):
 
 
 def _flat(result):
-    if isinstance(result, (list, tuple)):
+    """Returned values in order. Only containers that cannot compute while they are walked; a named tuple is one."""
+    if type(result) in (list, tuple) or (isinstance(result, tuple) and type(result).__iter__ is tuple.__iter__):
         return [t for part in result for t in _flat(part)]
-    if isinstance(result, dict):
+    if type(result) is dict:
         return [t for part in result.values() for t in _flat(part)]
     return [result]
 

@@ -26,6 +26,7 @@ task = Task(
     cases=(
         Case("ragged", "check", "float32", {"m": 17, "n": 33, "k": 40}),
         Case("exact-tiles", "check", "float16", {"m": 32, "n": 32, "k": 64}),
+        Case("k-tail-of-one", "check", "float16", {"m": 40, "n": 33, "k": 129}),
         Case("one-row", "check", "float16", {"m": 1, "n": 35, "k": 97}),
         Case("square-fp16", "timed", "float16", {"m": 2048, "n": 2048, "k": 1024}),
         Case("small-fp32", "timed", "float32", {"m": 1024, "n": 1024, "k": 1024}),
