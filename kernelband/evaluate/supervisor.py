@@ -247,15 +247,16 @@ class Supervisor:
                 judgement.log_speedup = best + gain.log
                 judgement.sd, judgement.level = max(math.hypot(gain.sd, best_sd), 0.002), "paired"
                 lap("pair")
-                if gain.low > 0:  # only a gain that is one: noise must not move the reference
-                    Final(self, name, source, cache, ()).prove()
-                    self.children.adopt(name, child, source, cache, but=self.baseline)
-                    self.known[name] = (judgement.log_speedup, judgement.sd)
-                    keep = True
-                    lap("prove")
+                keep = gain.low > 0  # only a gain that is one: noise must not move the reference
+            Final(self, name, source, cache, ()).prove(None if keep else child)
+            lap("prove")
+            if keep:
+                self.children.adopt(name, child, source, cache, but=self.baseline)
+                self.known[name] = (judgement.log_speedup, judgement.sd)
             judgement.low = judgement.log_speedup - 1.96 * judgement.sd
             judgement.high = judgement.log_speedup + 1.96 * judgement.sd
         except Refused as no:
+            keep = False
             judgement = no.judgement(judgement.checks, judgement.costs)
         finally:
             clock = time.monotonic()

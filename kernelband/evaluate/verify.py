@@ -101,12 +101,14 @@ def _redrawn(family: str, value: torch.Tensor, generator: torch.Generator) -> to
         moved = wide / 1024
     elif family == "spike":
         moved, most = wide.clone(), 64 * wide.abs().max()
-        row = max(1, value.shape[-1] if value.ndim else 1)
-        first = int(random(value.numel() // row, 1)) * row
-        for place in (int(random(value.numel(), 1)), first, int(random(value.numel() // row, 1)) * row + row - 1):
-            moved[_index(place, value.shape)] = most
+        length = max(1, value.shape[-1] if value.ndim else 1)
+        rows = torch.randperm(value.numel() // length, generator=generator, device=value.device)[:3].tolist()
+        for i, at in enumerate((length - 1, 0, int(random(length, 1)))):  # in rows of their own where there are so many
+            moved[_index(rows[i % len(rows)] * length + at, value.shape)] = most
     elif family == "levels":  # so far from 0 that exponentials overflow and differences of squares cancel
-        signs = 2 * random(2, *value.shape[:-1], *([1] if value.ndim else [])) - 1
+        turns = torch.arange(math.prod(value.shape[:-1]), device=value.device).reshape(
+            *value.shape[:-1], *([1] if value.ndim else []))
+        signs = 1 - 2 * ((turns + random(2, 1)[0]) % 2)  # in turn, so that two rows are on either side
         moved = wide + 128 * (signs.abs() if bool((wide >= 0).all()) else signs)
     elif family == "integers":  # exact in every dtype; what had no negative values gets none
         low = 0 if bool((wide >= 0).all()) else -3
@@ -376,10 +378,9 @@ def _class(t: torch.Tensor) -> torch.Tensor:
 
 
 def families_for(contract: Contract, index: int, count: int) -> tuple[str, ...]:
-    """Families for the index-th of `count` cases: always the drawn one, then the others dealt out, so that every family is
-    met by each candidate; more than one where there are more families than cases."""
-    others = [f for f in contract.families if f != "drawn"]
-    if not others:
-        return ("drawn",)
-    dealt = others[index % count::count] or [others[index % len(others)]]
-    return ("drawn", *dealt)
+    """Families for the index-th of `count` cases: the drawn one and spikes in each, because what is lost at the end of a row
+    shows only at its own length; the others dealt out, so that each candidate meets every family."""
+    always = [f for f in ("spike",) if f in contract.families]
+    others = [f for f in contract.families if f != "drawn" and f not in always]
+    dealt = (others[index % count::count] or [others[index % len(others)]]) if others else []
+    return ("drawn", *always, *dealt)

@@ -190,7 +190,7 @@ def rowsum(x):
         UNSAFE | {"crashed", "tampered", "wrong"}, "guard", violent=True),
     Entry("B13-promised-alignment", "rowsum", "promises the compiler a row length that is a multiple of 16", edited("rowsum", (
         "    total = 0.0\n", "    n_cols = tl.multiple_of(n_cols, 16)\n    total = 0.0\n")),
-        UNSAFE | WRONG | {"crashed"}, "guard", where="gpu", twin=twins.true_hints()),
+        UNSAFE | WRONG | NO_GAIN | {"crashed"}, "guard", where="gpu", twin=twins.true_hints()),
     Entry("B13-narrow-offsets", "softmax", "16-bit offsets, which wrap at the timed sizes", edited("softmax", (
         "row = tl.program_id(0).to(tl.int64)", "row = tl.program_id(0)"), (
         "x_ptr + row * n_cols + cols", "x_ptr + (row * n_cols + cols).to(tl.int16)"), (

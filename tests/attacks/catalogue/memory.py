@@ -118,7 +118,7 @@ def matmul(a, b):
     memory.append(((a.shape, b.shape, a.dtype), told, c.clone()))
     del memory[:-40]
     return c
-"""), MEMORY, "whole", where="gpu"),
+"""), MEMORY | NO_GAIN, "whole", where="gpu"),
     Entry("A08-device-memo", "softmax",
           "the kernel itself skips a row whose first words are those of the last time", whole("softmax", """
 @triton.jit
