@@ -259,6 +259,8 @@ def test_what_was_never_negative_stays_so(family):
 def test_families_that_faults_hide_from_nothing_else():
     """A spike at the very end of a row, rows far below zero, and values next to nothing."""
     make = lambda g: torch.randn(3, 40, generator=g)  # noqa: E731
+    alone, before = drawn(lambda g: torch.randn(1, 40, generator=g), "spike")
+    assert (alone != before).nonzero().tolist() == [[0, 39]]
     spiked, before = drawn(make, "spike")
     moved = spiked != before
     assert bool(moved[:, 0].any()) and bool(moved[:, -1].any())

@@ -51,8 +51,8 @@ class Verdict:
 
 def draw(task: Task, case: Case, seed: int, family: str, device: str) -> dict[str, Any]:
     """Fresh inputs of a case. family: 'drawn' as the task makes them; the others redraw floating tensors that are not constant:
-    'offset' 2x + 1/2, 'scaled' 8x, 'tiny' x/1024, 'spike' three elements of 64 times the largest (at a random place, and at the
-    first and the last of some row), 'levels' every row moved up or down by 128 (up where nothing was negative), 'integers' -3 to
+    'offset' 2x + 1/2, 'scaled' 8x, 'tiny' x/1024, 'spike' up to three elements of 64 times the largest, in rows of their own (the
+    last of a row, the first, any), 'levels' every row moved up or down by 128 (up where nothing was negative), 'integers' -3 to
     3 (0 to 3 likewise), 'ties' four values only, 'cancelling' neighbours of opposite sign, 'uneven' all but the first quarter of
     the last axis 16 times as large. Each stays within the dtype's range, and what is not finite stays.
     Strides stay as drawn; a tensor whose elements share memory (expanded) stays as drawn altogether.
@@ -103,8 +103,8 @@ def _redrawn(family: str, value: torch.Tensor, generator: torch.Generator) -> to
         moved, most = wide.clone(), 64 * wide.abs().max()
         length = max(1, value.shape[-1] if value.ndim else 1)
         rows = torch.randperm(value.numel() // length, generator=generator, device=value.device)[:3].tolist()
-        for i, at in enumerate((length - 1, 0, int(random(length, 1)))):  # in rows of their own where there are so many
-            moved[_index(rows[i % len(rows)] * length + at, value.shape)] = most
+        for row, at in zip(rows, (length - 1, 0, int(random(length, 1))), strict=False):  # one a row, else one hides another
+            moved[_index(row * length + at, value.shape)] = most
     elif family == "levels":  # so far from 0 that exponentials overflow and differences of squares cancel
         turns = torch.arange(math.prod(value.shape[:-1]), device=value.device).reshape(
             *value.shape[:-1], *([1] if value.ndim else []))
