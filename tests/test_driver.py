@@ -4,10 +4,10 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+import runs
 from conftest import KERNEL
 from rich.console import Console
 
-import runs
 from cluster.driver import FINAL_TRIES, MOST_INFRA, Driver
 from cluster.faults import ActorLost, Unexpected
 from kernelband import journal
