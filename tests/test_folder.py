@@ -36,7 +36,7 @@ def test_of_many_that_want_one_folder_one_gets_it_and_no_other_touches_it(task, 
     for thread in threads:
         thread.join()
     assert len(won) == 1 and len(lost) == 7 and all("another process" in text for text in lost)
-    assert contents(out) == ["journal.jsonl", "proof/task/kernel.py", "proof/task/task.py"]
+    assert contents(out) == ["journal.jsonl", "proof/origin", "proof/task/kernel.py", "proof/task/task.py"]
     won[0][1].close()
 
 

@@ -97,7 +97,7 @@ def test_the_wrapper_is_mutated_too_and_says_so():
 def test_mutants_of_a_kernel_are_many_different_valid_and_always_the_same(name):
     source = (bench.TASKS[name] / "kernel.py").read_text()
     made = list(mutants(source))
-    assert len(made) >= 30 and len({m.kind for m in made}) >= 6
+    assert len(made) >= 20 and len({m.kind for m in made}) >= 6
     assert len({m.source for m in made} | {source}) == len(made) + 1
     assert len({bench.name_of(m) for m in made}) == len(made)
     for mutant in made:
@@ -118,7 +118,7 @@ def column_sum(tmp_path_factory):
     ("identity", "other 0.0 -> 1.0", "wrong", "values"),
     ("scale", "0.5 -> 1.0", "wrong", "values"),
     ("tail", "M // 16", "wrong", "values"),
-    ("index", "x.stride(1)", "wrong", "values"),
+    ("index", "x.stride(1)", "unsafe_memory", "guard"),
     ("index", "rows[:, None] -> rows[None, :]", "not compiling", "load"),
 ])
 def test_what_the_real_stages_say(column_sum, kind, text, outcome, layer):
