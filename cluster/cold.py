@@ -23,7 +23,7 @@ from kernelband import device, journal
 from kernelband.config import Config
 from kernelband.errors import RunFailed, UserError
 from kernelband.evaluate.judgement import Judgement
-from kernelband.events import Resumed, RunStarted
+from kernelband.events import Resumed, RunEnded, RunStarted
 from kernelband.folder import RunFolder
 from kernelband.report import summary
 from kernelband.report.table import altered
@@ -58,6 +58,8 @@ def verify(path: Path, *, say: Callable[[str], None] = lambda text: None) -> Che
     state = State()
     for entry in entries:
         fold(state, entry.event)
+    if folder.best.exists() and not any(isinstance(entry.event, RunEnded) for entry in entries):
+        return Check(False, [f"{path / journal.NAME} was altered: its end is missing, though {folder.best} says that the run ended"])
     if state.start is None or state.ended is None or state.ended.best is None or state.baseline is None:
         raise UserError(f"{path} is not finished; continue it with `kernelband resume {path}` first.")
     findings = _on_paper(folder, state, [entry.event for entry in entries])
@@ -94,6 +96,7 @@ def _on_paper(folder: RunFolder, state: State, events: list) -> list[str]:
         folder.source(state.baseline.candidate)
     except RunFailed as err:
         return [str(err)]
+    findings += [f"{place} was altered: its content does not have the hash that is its name" for place in folder.altered()]
     if not folder.best.is_file():
         findings.append(f"{folder.best} is missing")
     elif folder.best.read_bytes() != (summary.header(state, best) + "\n" + source).encode():

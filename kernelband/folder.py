@@ -112,6 +112,11 @@ class RunFolder:
             self.write(path, source)
         return name
 
+    def altered(self) -> list[Path]:
+        """Files among the sources whose content is not what their name says."""
+        return [place for place in sorted((self.path / "sources").glob("*.py"))
+                if content_hash(place.read_bytes().decode("utf-8", errors="replace")) != place.stem]
+
     def source(self, name: str) -> str:
         """The source with that hash. Raises RunFailed if it is missing or was altered."""
         path = self.path / "sources" / f"{name}.py"

@@ -102,7 +102,7 @@ def test_the_same_seed_gives_the_same_pulls(finished, ray_address):
 
 
 def test_verify_holds_and_sees_what_was_altered(finished, ray_address):
-    base, _ = finished
+    base, said = finished
     run = base / "run"
     done = command("verify", run, address=ray_address)
     assert done.returncode == 0 and "holds" in done.stdout, done.stdout + done.stderr
@@ -120,8 +120,19 @@ def test_verify_holds_and_sees_what_was_altered(finished, ray_address):
         log.write_text(kept.replace('"log_speedup":', '"log_speedup":1', 3))
         done = command("verify", run)
         assert done.returncode == 1 and "altered" in done.stdout
+        log.write_text("".join(kept.splitlines(keepends=True)[:-1]))
+        done = command("verify", run)
+        assert done.returncode == 1 and "its end is missing" in done.stdout
     finally:
         log.write_text(kept)
+    other = next(p for p in (run / "sources").iterdir() if p.stem != said["best"]["hash"])
+    kept = other.read_text()
+    try:
+        other.write_text(kept + "# edited\n")
+        done = command("verify", run)
+        assert done.returncode == 1 and f"{other.name} was altered" in done.stdout
+    finally:
+        other.write_text(kept)
 
 
 def test_a_finished_run_is_not_run_again(finished):
