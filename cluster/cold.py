@@ -59,7 +59,8 @@ def verify(path: Path, *, say: Callable[[str], None] = lambda text: None) -> Che
     for entry in entries:
         fold(state, entry.event)
     if folder.best.exists() and not any(isinstance(entry.event, RunEnded) for entry in entries):
-        return Check(False, [f"{path / journal.NAME} was altered: its end is missing, though {folder.best} says that the run ended"])
+        return Check(False, [f"{path / journal.NAME} was altered: its end is missing, though {folder.best} says that the run "
+                             f"ended"])
     if state.start is None or state.ended is None or state.ended.best is None or state.baseline is None:
         raise UserError(f"{path} is not finished; continue it with `kernelband resume {path}` first.")
     findings = _on_paper(folder, state, [entry.event for entry in entries])
