@@ -12,9 +12,9 @@ from typing import Any
 
 import ray
 
+from kernelband.folder import RunFolder
 from kernelband.writers import Request, Written
-from kernelband.writers.mechanical import Rewriter
-from kernelband.writers.rewriter import reasons
+from kernelband.writers.team import Team
 
 remote: Any = ray.remote  # its type stubs know neither max_concurrency nor keywords that depend on others
 
@@ -35,18 +35,20 @@ class _Judging:
 
 
 @remote(num_cpus=0, max_concurrency=1)
-class RewriterActor:
-    def __init__(self, seed: int, tried: list[str]):
-        self.writer = Rewriter(seed, tried)
+class WriterActor:
+    """All writers of a run in one process: they share the memory of what was tried."""
 
-    def offers(self, source: str) -> dict[str, int]:
-        return self.writer.offers(source)
+    def __init__(self, names: list[str], seed: int, tried: list[str], run: str):
+        self.team = Team(names, seed, tried, RunFolder(Path(run)).source)
+
+    def offers(self, source: str) -> dict[str, dict[str, int]]:
+        return self.team.offers(source)
 
     def reasons(self, source: str) -> dict[str, str]:
-        return reasons(source)
+        return self.team.reasons(source)
 
-    def write(self, batch: list[Request]) -> list[Written]:
-        return [self.writer.write(request) for request in batch]
+    def write(self, batch: list[tuple[str, Request]]) -> list[Written]:
+        return [self.team.write(name, request) for name, request in batch]
 
 
 @remote(num_cpus=0, max_concurrency=1)

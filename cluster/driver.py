@@ -24,7 +24,7 @@ from kernelband.folder import RunFolder
 from kernelband.journal import Journal
 from kernelband.report.live import Status, View
 from kernelband.search import State
-from kernelband.writers import Request
+from kernelband.writers import LEARNERS, Observation, Request
 
 MOST_FINALS = 5
 
@@ -144,7 +144,8 @@ class Driver:
     async def _pull(self, order: search.PullOrdered) -> PullEnded:
         started = time.monotonic()
         parent = self._source(order.parent)
-        written = await _stage(self.shop.write(order.writer, Request(order.pull, order.parent, parent, order.strategy)))
+        request = Request(order.pull, order.parent, parent, order.strategy, self._history(order))
+        written = await _stage(self.shop.write(order.writer, request))
         said: dict[str, Any] = {"pull": order.pull, "family": written.family, "description": written.description}
         costs = {"write": self._cost(written.seconds)}
         if written.kind != "written":
@@ -172,8 +173,17 @@ class Driver:
         if judgement.kind != "measured":
             return PullEnded(**said, kind=judgement.kind, detail=judgement.detail, costs=costs)  # type: ignore[arg-type]
         facts, load, rung = self.shop.profile(compiled, judgement)
-        moves = {order.writer: self.shop.allowed(written.offers or {})}
+        moves = {w: self.shop.allowed(o) for w, o in {order.writer: written.offers or {}, **written.others}.items()}
         return PullEnded(**said, kind="measured", result=result_from(judgement, facts, load, rung), moves=moves, costs=costs)
+
+    def _history(self, order: search.PullOrdered) -> tuple[Observation, ...]:
+        """What a writer that learns may know for this order: what the decision on it was allowed to see."""
+        base = self.state.baseline
+        if base is None or order.writer not in LEARNERS:
+            return ()
+        seen = sorted(search.visible(self.state, order.pull).items())
+        ended = [Observation(o.candidate, o.kind, o.result.log_speedup if o.result else None) for _, o in seen if o.candidate]
+        return (Observation(base.candidate, "measured", 0.0), *ended)
 
     def _cost(self, seconds: float) -> float:
         # On a modelled device a run must be the same twice, so its seconds are not facts of the search.

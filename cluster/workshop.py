@@ -74,7 +74,7 @@ class Workshop:
 
     def __init__(self, folder: RunFolder, task: LoadedTask, device: Device, peaks: Peaks | None, *,
                  seed: int, tried: Sequence[str], strategies: list[str] | None, compilers: int, judges: int,
-                 compile_s: float, check_s: float, hide: Sequence[Path] = ()):
+                 compile_s: float, check_s: float, hide: Sequence[Path] = (), writers: Sequence[str] = ("rewriter",)):
         self.device, self.peaks, self.task, self.strategies = device, peaks, task, strategies
         self.measured, self.label = device.measured, device.label
         target = target_of(device, peaks)
@@ -88,7 +88,8 @@ class Workshop:
         hidden = [str(p) for p in (*private, *(p for run in private for p in _beside(run)), task.folder.resolve())]
         cache, oracle = str(folder.cache.resolve()), str(folder.task.resolve())
         self.tried = list(tried)
-        self.writers = Pool(lambda: actors.RewriterActor.remote(seed, list(self.tried)), 1)
+        names, run = list(writers), str(folder.path.resolve())
+        self.writers = Pool(lambda: actors.WriterActor.remote(names, seed, list(self.tried), run), 1)
         self.writing = Batcher(self._write)
         self.compilers = Pool(lambda: actors.CompilerActor.remote(
             cache, task.task.entry, cases, target, compile_s, hidden), compilers)
@@ -135,19 +136,20 @@ class Workshop:
                                                   return_exceptions=True), CLOSE_S)
 
     async def reasons(self, source: str) -> str:
-        """Why the rewriter's families make nothing of a source, in one line."""
+        """Why the writers make nothing of a source, in one line."""
         told: dict[str, str] = await self.writers.call("reasons", source)
         return "; ".join(f"{family}: {why}" for family, why in told.items())
 
     async def offers(self, source: str) -> dict[str, dict[str, int]]:
-        return {"rewriter": await self.writers.call("offers", source)}
+        told: dict[str, dict[str, int]] = await self.writers.call("offers", source)
+        return told
 
     async def write(self, writer: str, request: Request) -> Written:
-        return await self.writing.call(request)
+        return await self.writing.call((writer, request))
 
-    async def _write(self, batch: list[Request]) -> list[Written]:
+    async def _write(self, batch: list[tuple[str, Request]]) -> list[Written]:
         answers: list[Written] = await self.writers.call("write", batch)
-        self.tried += [w.identity for w in answers if w.identity]  # for a rewriter that takes the place of a lost one
+        self.tried += [w.identity for w in answers if w.identity]  # for a writer actor that takes the place of a lost one
         return answers
 
     async def compile(self, source: str) -> Compiled:

@@ -14,6 +14,7 @@ import platform
 import shutil
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -62,7 +63,7 @@ def versions() -> dict[str, str]:
     from policies import rules
 
     found = {"python": platform.python_version(), "kernelband": __version__, "rules": rules()}
-    for name in ("torch", "triton", "ray", "numpy"):
+    for name in ("torch", "triton", "ray", "numpy", "scikit-learn"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
@@ -91,7 +92,7 @@ def optimize(task_folder: str | Path, config: Config, out: Path | None = None, *
             started = RunStarted(
                 task=task.task.name, task_digest=task.digest, device=where.label, measured=where.measured,
                 policy=config.policy, seed=config.seed, pulls=config.budget.pulls, seconds=config.budget.seconds, lag=lag,
-                writers=["rewriter"], config=config.model_dump(mode="json"), versions=versions(),
+                writers=list(config.writers), config=config.model_dump(mode="json"), versions=versions(),
             )
             try:
                 log.append(started, time.time())
@@ -251,7 +252,7 @@ def _drive(folder: RunFolder, task: LoadedTask, where: device.Device, config: Co
             shop = Workshop(folder, task, where, peaks, seed=config.seed, tried=tried,
                             strategies=config.strategies, compilers=compilers, judges=judges,
                             compile_s=config.limits.compile_seconds, check_s=config.limits.check_seconds,
-                            hide=folder.origin)
+                            hide=folder.origin, writers=state.start.writers)
             in_flight = state.start.lag or config.workers.in_flight or 3 * judges + 3
             driver = Driver(folder, log, state, make(config.policy), shop, view, status, in_flight)
             interrupted = asyncio.run(_live(driver, shop, task, view, status, state))
@@ -331,4 +332,20 @@ def _write_results(folder: RunFolder, state: State) -> None:
     except OSError as err:
         raise RunFailed(f"{folder.path / 'results.parquet'} cannot be written: {err.strerror or err}. The journal is "
                         f"whole; `kernelband resume {folder.path}` writes the table anew.") from None
+    _write_report(folder)
     shutil.rmtree(folder.cache, ignore_errors=True)
+
+
+def _write_report(folder: RunFolder) -> None:
+    """report.html, if it can be made: it is derived from what is there and costs nobody a result."""
+    from policies import make, rules
+
+    try:
+        from kernelband.report import html
+
+        html.write(folder.path, make, rules())
+    except ImportError as err:
+        warnings.warn(f"report.html was not written: {err.name} is not installed. `kernelband report {folder.path}` writes it "
+                      f"where it is.", stacklevel=2)
+    except (UserError, RunFailed, OSError, ValueError, KeyError) as err:
+        warnings.warn(f"report.html was not written: {err}", stacklevel=2)

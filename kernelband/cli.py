@@ -124,6 +124,25 @@ def verify(run: RunArgument, as_json: Json = False) -> None:
 
 
 @app.command()
+def report(
+    run: RunArgument,
+    png: Annotated[bool, typer.Option("--png", help="also every chart as RUN/charts/NAME.png")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write report.html of a run anew, finished or not: one file that needs no network."""
+    from kernelband.report import html
+    from policies import make, rules
+
+    with _interruptible():
+        written = html.write(run, make, rules(), png)
+    if as_json:
+        print(json.dumps({"report": str(written.page), "png": [str(path) for path in written.images]}), flush=True)
+        return
+    for path in (written.page, *written.images):
+        out.print(str(path), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what works on this machine, what does not, and how to mend it. Exit 1 if no candidate could be judged here."""
     from kernelband import doctor as surgery

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from kernelband.errors import UserError, nearest
+from kernelband.writers import WriterName
 
 
 class _Part(BaseModel):
@@ -41,11 +42,19 @@ class Config(_Part):
     seed: int = Field(0, ge=0, lt=2**63)
     device: str | None = Field(None, description="cuda, model:h200, ...; nothing: the GPU if there is one")
     strategies: list[str] | None = Field(None, min_length=1, description="only these strategies; nothing: all")
+    writers: list[WriterName] = Field(["rewriter"], min_length=1, description="who writes children: rewriter, tuner")
     ordered: bool | None = Field(None, description="decide on outcomes in pull order (same seed, same pulls); nothing: "
                                                    "yes without a GPU, no with one")
     workers: Workers = Workers()
     limits: Limits = Limits()
     address: str | None = Field(None, description="Ray cluster; nothing: RAY_ADDRESS, or a local Ray of our own")
+
+    @field_validator("writers")
+    @classmethod
+    def _each_once(cls, names: list[WriterName]) -> list[WriterName]:
+        if len(set(names)) < len(names):
+            raise ValueError("name each writer once")
+        return names
 
 
 def load(path: Path | None, sets: list[str], flags: dict[str, Any]) -> Config:

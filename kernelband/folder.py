@@ -1,6 +1,6 @@
 """The folder of a run: where everything lies, and that it can be written before anything is begun.
 
-    best.py  results.parquet  journal.jsonl  sources/HASH.py  proof/task/{task,kernel}.py  proof/origin  cache/
+    best.py  report.html  results.parquet  journal.jsonl  sources/HASH.py  proof/task/{task,kernel}.py  proof/origin  cache/
 
 Owns names, atomic writes, and whose the folder is: who holds the journal's lock. The journal's content is journal.py's
 business.

@@ -26,12 +26,21 @@ def test_flags_win_over_set_and_set_over_the_file(tmp_path):
     ("budget: {pulls: 0}", "budget.pulls"),
     ("budget: {pulls: many}", "many"),
     ("seed: -1", "seed"),
+    ("writers: [tunr]", "'rewriter' or 'tuner'"),
+    ("writers: []", "writers"),
+    ("writers: tuner", "list"),
+    ("writers: [tuner, tuner]", "each writer once"),
 ])
 def test_a_bad_file_is_named_with_the_nearest_setting(tmp_path, text, told):
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=told):
         load(path, [], {})
+
+
+def test_writers_are_named_in_the_order_in_which_they_are_asked():
+    assert load(None, [], {}).writers == ["rewriter"]
+    assert load(None, ["writers=[tuner, rewriter]"], {}).writers == ["tuner", "rewriter"]
 
 
 @pytest.mark.parametrize("item, told", [

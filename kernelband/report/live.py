@@ -66,7 +66,8 @@ class View:
             return
         speed = f"{math.exp(out.result.log_speedup):6.2f}x" if out.result else "       "
         what = " ".join((out.description or out.detail).split())
-        self.say(f"pull {pull:4d}  {summary.told(state, out.kind):15s} {speed}  {order.strategy:13s} {what[:100]}  "
+        by = f"{order.writer:8s} " if summary.several_writers(state) else ""
+        self.say(f"pull {pull:4d}  {summary.told(state, out.kind):15s} {speed}  {by}{order.strategy:13s} {what[:100]}  "
                  f"(of {order.parent[:6]})")
 
     def refresh(self, state: State, status: Status) -> None:
@@ -91,6 +92,9 @@ def panel(state: State, status: Status) -> Panel:
     left = f", {max(0.0, status.seconds - status.elapsed()):.0f} s left" if status.seconds else ""
     top.add_row("time", f"{status.elapsed():.0f} s{left}")
     top.add_row("outcomes", ", ".join(f"{k} {v}" for k, v in summary.outcomes(state).items()) or "-")
+    if summary.several_writers(state):
+        made = {w: sum(o.writer == w for o in state.orders.values()) for w in start.writers}
+        top.add_row("writers", ", ".join(f"{w} {n}" for w, n in made.items()))
     top.add_row("queues", ", ".join(f"{k} {v}" for k, v in status.queues.items()) or "-")
     arms = Table(box=None, pad_edge=False)
     for head in ("strategy", "weight", "pulls", "held back because"):

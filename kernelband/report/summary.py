@@ -52,13 +52,20 @@ def as_json(state: State, folder: Path, seconds: float) -> dict[str, Any]:
             "seconds": round(state.ended.seconds if state.ended else seconds, 1), "run": str(folder)}
 
 
+def several_writers(state: State) -> bool:
+    """Whether it has to be said who wrote a candidate."""
+    return state.start is not None and len(state.start.writers) > 1
+
+
 def lineage(state: State, name: str) -> list[str]:
     """What was done to the baseline to get this candidate, one line a step."""
     steps: list[str] = []
     while name in state.made_by:
         pull = state.made_by[name]
-        steps.append(f"{state.orders[pull].strategy}: {state.outcomes[pull].description}")
-        name = state.orders[pull].parent
+        order = state.orders[pull]
+        by = f" (by {order.writer})" if several_writers(state) else ""
+        steps.append(f"{order.strategy}: {state.outcomes[pull].description}{by}")
+        name = order.parent
     return steps[::-1]
 
 
