@@ -15,6 +15,8 @@ from conftest import KERNEL, ROOT
 from benchmarks import recorded, rewriter
 from kernelband.writers.rewriter import FAMILIES
 
+pytestmark = pytest.mark.slow  # a benchmark that a person starts
+
 X = {"shape": [300], "dtype": "float32", "src": "randn"}
 SCALE = {"id": "scale", "source": KERNEL, "source_fixed": None, "flags": {"use": "original"},
          "test_calls": [{"fn": "scale", "args": [X, 2.0], "kwargs": {}}, {"fn": "scale", "args": [X], "kwargs": {"s": 0.5}},

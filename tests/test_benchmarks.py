@@ -64,6 +64,7 @@ def test_the_usual_scheme_is_as_lax_as_its_authors_make_it(task):
     assert told["kind"] == "measured"
 
 
+@pytest.mark.slow
 def test_one_process_a_stage_runs_a_real_kernel(task, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     folder = task(task=SMALL, kernel=KERNEL)
@@ -75,6 +76,7 @@ def test_one_process_a_stage_runs_a_real_kernel(task, monkeypatch, tmp_path):
     assert told["kind"] == "wrong" and "odd" in told["detail"] and list(told["stage_s"]) == ["compile", "check"]
 
 
+@pytest.mark.slow
 def test_a_stage_that_ends_or_hangs_is_an_outcome(task):
     folder = task(task=SMALL)
     told = usual.judge_by_stages("import os\nos._exit(7)\n" + RIGHT, folder, device="cpu")
@@ -84,6 +86,7 @@ def test_a_stage_that_ends_or_hangs_is_an_outcome(task):
     assert told["kind"] == "timed_out" and time.monotonic() - begin < 60
 
 
+@pytest.mark.slow
 def test_the_lasting_process_outlives_a_candidate_that_ends_it_or_forges_an_answer(task):
     worker = usual.InProcess(task(task=SMALL), rep=5, device="cpu")
     try:

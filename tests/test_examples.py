@@ -60,6 +60,7 @@ def test_the_least_work_is_no_more_than_what_lies_in_memory(name):
         assert least == whole and flops > 0, case.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEW)
 def test_the_baseline_compiles_for_every_case_without_spilling(name, tmp_path):
     loaded = example(name)
@@ -71,6 +72,7 @@ def test_the_baseline_compiles_for_every_case_without_spilling(name, tmp_path):
     assert set(made.launches.values()) == {1} and all(one.spills == 0 for facts in made.facts.values() for one in facts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEW)
 def test_the_baseline_is_right_each_time(name):
     assert set(judged(example(name), example(name).baseline, 2)) == {("measured", "", "")}

