@@ -259,7 +259,7 @@ def _drive(folder: RunFolder, task: LoadedTask, where: device.Device, config: Co
     if state.ended is None:
         raise RunFailed(f"{folder.path}: the run did not end; continue it with `kernelband resume {folder.path}`.")
     _write_results(folder, state)
-    return Run(state, folder.path, status.elapsed(), interrupted)
+    return Run(state, folder.path, state.ended.seconds if state.ended else status.elapsed(), interrupted)
 
 
 async def _live(driver: Any, shop: Any, task: LoadedTask, view: View, status: Status, state: State) -> bool:

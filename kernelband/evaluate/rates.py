@@ -15,7 +15,7 @@ TIMES = 7
 
 def measure() -> dict[str, float]:
     """'dram_gbs': GB/s (1e9 bytes) of a device copy of 512 MiB, read and written bytes together; 'float16_tflops': 1e12
-    operations a second of an 8192-cubed matrix product. Medians of 7 by CUDA events; some 60 ms on a large GPU.
+    operations a second of an 8192-cubed matrix product. Medians of 7 by CUDA events.
 
     Keys are missing where memory does not suffice.
     """
