@@ -65,7 +65,7 @@ def _print_run(run: Any, as_json: bool) -> None:
 @app.command()
 def optimize(
     task: TaskArgument,
-    device: Annotated[str | None, typer.Option(help="cuda, or model:KIND (h200, h100, a100, rtx4090, …; a wrong one lists all)")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda, or model:KIND (h200, h100, a100, b200, l4, rtx4090, ...)")] = None,
     pulls: Annotated[int | None, typer.Option(help="how many children to ask for (40)")] = None,
     seconds: Annotated[float | None, typer.Option(help="order nothing new after this many seconds")] = None,
     policy: Annotated[str | None, typer.Option(help="kernelband, random, round-robin, greedy")] = None,
