@@ -22,7 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict
@@ -31,6 +31,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from kernelband.evaluate.binaries import deliver_cache
 
 HERE = ROOT / "benchmarks" / "results"
 USUAL_GAIN = 1.05
@@ -84,15 +86,19 @@ def control(operator: str, source: str, baseline_us: dict[str, float] | None, de
 
 
 class Control:
-    """Throwaway processes for the usual scheme. They are forks of one that has imported torch and no candidate."""
+    """Throwaway processes for the usual scheme. They are forks of one that has imported torch and no candidate.
 
-    def __init__(self, device: str):
+    compiled: caches of candidates that lie ready in the one that these processes use."""
+
+    def __init__(self, device: str, compiled: Sequence[Path] = ()):
         if device != "cuda":
             os.environ["TRITON_INTERPRET"] = "1"  # for the server and its forks; Triton is not imported here yet
         self.device, self.base = device, dict[str, dict[str, float]]()
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["torch", "triton", "triton.testing", "benchmarks.usual"])
         self.cache = tempfile.mkdtemp(prefix="usual-cache-")
+        for one in compiled:
+            deliver_cache(one, Path(self.cache))
         self.context.Process(target=os.getpid).start()  # starts the server
         os.environ.pop("TRITON_INTERPRET", None)
 
@@ -218,8 +224,8 @@ def warned(text: str) -> None:
     print("warning:", text, flush=True)
 
 
-def compile_one(job: tuple[str, str, str, Any, str]) -> str:
-    """In a process of its own: fill the compile cache with one source. Returns the error kind or ''."""
+def compile_one(job: tuple[str, str, str, Any, str]) -> Path | None:
+    """In a process of its own: fill the compile cache with one source. Returns where its files lie."""
     operator, source, cache, peaks, gpu = job
     from attacks import harness
     from attacks.entries import OPERATORS
@@ -231,14 +237,14 @@ def compile_one(job: tuple[str, str, str, Any, str]) -> str:
     if key not in _KEPT:
         _KEPT[key] = Compiler(Path(cache), timeout_s=harness.COMPILE_S, hide=[str(OPERATORS)])
     told = _KEPT[key].compile(source, operator, harness.gpu_cases(load(OPERATORS / operator)), harness.target(peaks, gpu))
-    return str(told.error_kind or "")
+    return told.cache if told.ok else None
 
 
 _KEPT: dict[Any, Any] = {}
 
 
-def compile_all(todo: list[dict[str, Any]], cache: Path, peaks: Any, gpu: str) -> None:
-    """Everything through the compile stage, on all cores, before the GPU is touched."""
+def compile_all(todo: list[dict[str, Any]], cache: Path, peaks: Any, gpu: str) -> list[Path]:
+    """Everything through the compile stage, on all cores, before the GPU is touched; where the compiled files lie."""
     from attacks.entries import baseline
 
     sources = {(c["operator"], c["source"]) for c in todo if not c["hangs"]}
@@ -247,17 +253,16 @@ def compile_all(todo: list[dict[str, Any]], cache: Path, peaks: Any, gpu: str) -
     begin = time.monotonic()
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), multiprocessing.get_context("spawn")) as pool:
         done = [future.result() for future in as_completed([pool.submit(compile_one, job) for job in jobs])]
-    print(f"compiled {len(done)} sources in {time.monotonic() - begin:.0f} s; {sum(map(bool, done))} failed", flush=True)
+    ready = [path for path in done if path is not None]
+    print(f"compiled {len(done)} sources in {time.monotonic() - begin:.0f} s; {len(done) - len(ready)} failed", flush=True)
+    return ready
 
 
-def late_control(judged: list[dict[str, Any]], everything: list[dict[str, Any]],
+def late_control(latest: dict[str, dict[str, Any]], todo: list[dict[str, Any]],
                  judge: Control | None) -> Generator[dict[str, Any], None, None]:
     """Rows of attacks that were judged without the usual scheme, once more with it; the later row of an id stands."""
-    latest = {row["id"]: row for row in judged}
-    for one in everything:
-        row = latest.get(one["id"])
-        if row is not None and not one["twin"] and "usual_kind" not in row:
-            yield row | usual_of(one, judge)
+    for one in todo:
+        yield latest[one["id"]] | usual_of(one, judge)
 
 
 # -- results --------------------------------------------------------------------------------------------------------
@@ -314,6 +319,15 @@ def main() -> None:
         done = {row["id"] for row in kept.rows}
         everything = candidates(asked.only, bool(gpu))
         todo = [c for c in everything[asked.shard[0]::asked.shard[1]] if c["id"] not in done]
+        if asked.control_only:
+            latest = {row["id"]: row for row in kept.rows}
+            todo = [c for c in everything if not c["twin"] and c["id"] in latest and "usual_kind" not in latest[c["id"]]]
+        compiled: list[Path] = []
+        if gpu:
+            peaks = peaks_of(gpu)
+            if peaks is None:
+                raise SystemExit(f"no peaks are known for {gpu}; add them to kernelband/device.py")
+            compiled = compile_all(todo, asked.cache, peaks, gpu)
         judge = None
         if not asked.no_control:
             try:
@@ -321,22 +335,16 @@ def main() -> None:
             except ImportError as err:
                 print(f"the usual scheme is left out: {err}", flush=True)
             else:
-                judge = Control("cuda" if gpu else "cpu")
-        if gpu:
-            peaks = peaks_of(gpu)
-            if peaks is None:
-                raise SystemExit(f"no peaks are known for {gpu}; add them to kernelband/device.py")
-            if not asked.control_only:
-                compile_all(todo, asked.cache, peaks, gpu)
+                judge = Control("cuda" if gpu else "cpu", compiled)
+        if asked.control_only:
+            judged = late_control(latest, todo, judge)
+        elif gpu:
             judged = with_gpu(todo, judge, asked.cache, peaks, gpu)
         else:
             judged = without_gpu(todo, judge, asked.cache)
         begin = time.monotonic()
-        if asked.control_only:
-            judged.close()
-            judged = late_control(kept.rows, everything, judge)
         for row in judged:
-            kept.add({**row, "judge": "gpu" if gpu else "model"})
+            kept.add({"commit": results.commit(), **row, "judge": "gpu" if gpu else "model"})
             print(line_of(row), flush=True)
             deadline.took("row", min(30.0, time.monotonic() - begin))
             begin = time.monotonic()

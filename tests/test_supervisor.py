@@ -6,14 +6,17 @@ the GPU itself is measured by the benchmarks.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kernelband.device import KNOWN
 from kernelband.errors import Quarantined
 from kernelband.evaluate import bench as bench_module
 from kernelband.evaluate import children, measure, rates, transport
+from kernelband.evaluate.judgement import Refused
 from kernelband.evaluate.supervisor import Supervisor
 from kernelband.evaluate.zygote import CandidateError, ChildDied
 from kernelband.task import Case, Contract, Output, Task
@@ -320,6 +323,25 @@ def test_a_mutated_argument_is_restored_before_every_slice():
     assert told.kind == "tampered"
 
 
+def test_a_short_slice_of_a_mutating_call_is_the_median_of_several():
+    task = simple(Contract(outputs=(Output("x"),), mutates=("x",)), reference=lambda x, w: x.mul_(w))
+    made = supervisor(task, HEAD + "def f(x, w):\n    wait(100)\n    x.mul_(w)\n    return x\n")
+    bench, told = made.timed()[0], []
+    assert bench.repeats == min(bench_module.MOST_REPEATS, math.ceil(bench_module.SHORTEST_US / (100 * bench.calls))) > 1
+    bench._slice = lambda *_: told.append(len(told)) or measure.Slice([50.0, 90.0, 100.0, 110.0, 900.0][len(told) - 1], 100.0)
+    assert bench.slice(made.children.side("base")).us == 100.0 and len(told) == bench.repeats
+
+
+def test_a_hand_over_that_may_be_misjudged_makes_nothing_faster_than_physics():
+    made = supervisor(simple())
+    bench, timer = made.timed()[0], made.timer
+    timer.peaks, timer.task = KNOWN["h200"], replace(made.task, work=lambda case: (4.8e6, 1.0))  # 1 us
+    bench.overhead_us, bench.calls = 1000.0, 1000
+    timer.believable(bench, 0.75)
+    with pytest.raises(Refused, match="faster than physics"):
+        timer.believable(bench, 0.65)
+
+
 def test_a_constant_argument_may_be_prepared_once():
     task = simple(Contract(constant=("w",)))
     per_case = HEAD + ("ready = {}\ndef f(x, w):\n    wait(100)\n    if w.data_ptr() not in ready:\n        wait(300)\n"
@@ -353,6 +375,23 @@ def test_what_is_right_without_its_kernels_is_no_kernel(monkeypatch):
     monkeypatch.setattr(HostChild, "op_ablate", lambda self: {})  # launches that do nothing change nothing here
     _, told = judged(FAST)
     assert told.kind == "not_a_kernel" and told.layer == "what_ran" and "without any kernel" in told.detail
+
+
+def test_kernels_captured_in_a_graph_before_are_no_reason_to_refuse(monkeypatch):
+    def op_ablate(self):  # what the spent child captured goes on working; a fresh one captures nothing
+        if not self.kept and not self.calls:
+            self.entry = lambda *args: None
+        return {}
+
+    def op_call(self, slot, output, inner=HostChild.op_call):
+        self.calls += 1
+        return inner(self, slot, output)
+
+    monkeypatch.setattr(HostChild, "calls", 0, raising=False)
+    monkeypatch.setattr(HostChild, "op_ablate", op_ablate)
+    monkeypatch.setattr(HostChild, "op_call", op_call)
+    made, told = judged(SLOW.replace("400", "401"))
+    assert told.kind == "measured" and "cand" in made.proved
 
 
 def test_a_contract_that_allows_torch_asks_for_no_kernel_of_its_own(monkeypatch):

@@ -10,23 +10,22 @@ import contextlib
 import math
 import random
 import secrets
+import statistics
 import time
 import weakref
 from collections.abc import Collection, Iterator
+from dataclasses import astuple
 from typing import Any
 
 import torch
 
-from kernelband.evaluate import verify
+from kernelband.evaluate import sample, verify
 from kernelband.evaluate.layouts import arranged_inputs
 from kernelband.evaluate.measure import Slice, calls_for
 from kernelband.evaluate.specs import describe
 from kernelband.evaluate.transport import Change, Outputs, Shared, Slot, changes
 from kernelband.evaluate.verify import Truth, Verdict
 from kernelband.task import Case, Task
-
-SAMPLE = 1 << 20
-"""Elements of an output that are compared inside the clock; everything is compared outside of it."""
 
 WARM_UP = 4
 """Calls before the clock starts, once a child has its buffers."""
@@ -35,12 +34,20 @@ FOOTPRINT = 2 << 30
 """Bytes that the slots of one case touch together, at most (but for two slots): many more are as many pages that no cache of
 addresses holds, which no user's loop would see."""
 
+DOUBT = 0.2
+"""Share of the cost of a hand-over by which one may be cheaper than those that it was measured from."""
+
 LOOKED_AT = 3
 """Slots whose results are compared in a slice that is delivered whole."""
 
 POISONS = (float("nan"), 7.25, -3.0e4, None)
 DEVICE = "cuda"
 MUTATED_SLOTS = 32
+
+SHORTEST_US, MOST_REPEATS = 10_000.0, 5
+"""Slices of a call that changes its arguments are as short as there are slots; the median of several of them stands for one, so
+many that they come to SHORTEST_US together."""
+
 MEMORY_SHARE = 0.15
 """Of the free memory, at most this much for the slots of one case with what is right for them."""
 
@@ -87,6 +94,7 @@ class Bench:
         self.out_name = f"{self.name}/out"
         self.calls = slots
         self.overhead_us = 0.0
+        self.repeats = 1
         self.seconds = 0.0
         """Seconds of slices (hand-over taken off) and of the oracle on a timed case, by this process's clock, since somebody set
         it to 0."""
@@ -172,7 +180,7 @@ class Bench:
         if name not in self._truths:
             with self._spent():
                 self._truths[name] = verify.truth(self.task, self.case, self.inputs(name))
-                self.limits[name] = self._limits(self._truths[name])
+                self.limits[name] = sample.limits(self.task.contract, self._truths[name])
                 _wait()
         return self._truths[name]
 
@@ -226,51 +234,16 @@ class Bench:
             raise Wrong(verdict, "form")
         return verdict
 
-    def _limits(self, right: Truth) -> list[float]:
-        """Per output, the largest error of one element that a sample may show: 0 asks for equality; infinite: not sampled."""
-        limits = []
-        for out, exact, honest in zip(self.task.contract.outputs, right.exact, right.honest, strict=True):
-            if out.compare in ("predicate", "permutation"):
-                limits.append(math.inf)
-                continue
-            if out.compare == "exact" or not honest.is_floating_point() or not honest.numel():
-                limits.append(0.0)
-                continue
-            tolerance = self.task.contract.tolerance
-            gap, largest = (float(torch.linalg.vector_norm(x, math.inf)) for x in (exact - honest, exact))
-            if not math.isfinite(gap + largest):
-                gap, largest = (float(torch.nan_to_num(x, posinf=0.0, neginf=0.0).abs().max()) for x in (exact - honest, exact))
-            limits.append(tolerance.max_ratio * gap + 2 * largest * verify.floor_of(honest.dtype, tolerance))
-        return limits
-
-    def _wanted(self, slot: str, at: float) -> list[tuple[float, int, torch.Tensor, torch.Tensor]]:
-        """What a sample must be: per output (limit, first element, truth, honest run) of the stretch that begins at the share
-        `at` of what is possible."""
+    def _wanted(self, slot: str, at: float) -> list[sample.Wanted]:
+        """What a sample must be, of the stretch of every output that begins at the share `at` of what is possible."""
         right = self.truth(slot)
-        parts = []
-        for limit, exact, honest in zip(self.limits[slot], right.exact, right.honest, strict=True):
-            begin = int(at * max(1, honest.numel() - SAMPLE + 1))
-            wanted, near = (t.reshape(-1)[begin:begin + SAMPLE].clone() for t in (exact, honest))
-            parts.append((limit, begin, wanted, near))
-        return parts
+        return [sample.wanted(*output, at) for output in zip(self.limits[slot], right.exact, right.honest, strict=True)]
 
-    def _sampled_right(self, wanted: list[tuple[float, int, torch.Tensor, torch.Tensor]], reply: dict[str, Any]) -> bool:
-        """Whether a stretch of every output is right. Inside the clock: as few operations as can be."""
+    def _sampled_right(self, wanted: list[sample.Wanted], reply: dict[str, Any]) -> bool:
+        """Whether a stretch of every output was written and is right. Inside the clock: as few operations as can be."""
         if not all(isinstance(s, dict) and s.get("written") is True for s in _said(reply)):
             return False
-        for (limit, begin, exact, near), got in zip(wanted, self.outputs.tensors, strict=True):
-            if limit == math.inf:
-                continue
-            part = got.reshape(-1)[begin:begin + SAMPLE]
-            if limit == 0.0:
-                if bool(verify.differs(near, part).any()):
-                    return False
-                continue
-            # NaN <= x is false, so poison and stray NaNs fail; what has no finite truth in the dtype is left to the full check.
-            fine = (part - exact).abs() <= limit
-            if not bool(fine.all()) and not bool((fine | ~torch.isfinite(exact.to(part.dtype))).all()):
-                return False
-        return True
+        return all(one.right(got) for one, got in zip(wanted, self.outputs.tensors, strict=True))
 
     def _ready(self, child: Any, count: int, graph: bool) -> list[str]:
         """Before the clock starts: other contents in every slot, a few calls to warm up, blank outputs."""
@@ -288,9 +261,13 @@ class Bench:
         """One slice by this process's clock: from release to a checked sample of a slot chosen before, unknown to the child.
 
         Outside of the clock: every slot gets other contents, a few calls warm up, outputs are poisoned. graph: the calls are
-        captured in a CUDA graph before and replayed.
+        captured in a CUDA graph before and replayed. calls: other than those fixed from the baseline; once, then.
         Raises Wrong when the sample is not right, or when the inputs of that slot were written to.
         """
+        several = [self._slice(child, calls, graph) for _ in range(self.repeats if calls is None and not graph else 1)]
+        return Slice(*(statistics.median(values) for values in zip(*map(astuple, several), strict=True)))
+
+    def _slice(self, child: Any, calls: int | None, graph: bool) -> Slice:
         count = self.calls if calls is None else calls
         names = self._ready(child, count, graph)
         slot, at = names[secrets.randbelow(min(len(names), max(1, count)))], secrets.randbelow(1 << 20) / (1 << 20)
@@ -341,7 +318,7 @@ class Bench:
 
     def calibrate(self, baseline: Any) -> float:
         """Fix the calls in a slice and the cost of a hand-over from the baseline; returns its microseconds a call."""
-        self.overhead_us, self.calls = 0.0, len(self.slots)
+        self.overhead_us, self.calls, self.repeats = 0.0, len(self.slots), 1
         few = max(1, len(self.slots) // 8)
         for _ in range(1 if self.once else 3):  # the first estimate holds the hand-over, the next ones hardly any of it
             us = min(self.slice(baseline).us for _ in range(2))
@@ -351,7 +328,15 @@ class Bench:
             short = sorted(self.slice(baseline, few).us * few for _ in range(9))[4]
             long = sorted(self.slice(baseline).us * self.calls for _ in range(5))[2]
             self.overhead_us = max(0.0, short - few * (long - short) / (self.calls - few))
-        return sorted(self.slice(baseline).us for _ in range(3))[1]
+        us = sorted(self.slice(baseline).us for _ in range(3))[1]
+        if self.once:
+            self.repeats = max(1, min(MOST_REPEATS, math.ceil(SHORTEST_US / (us * self.calls))))
+        return us
+
+    @property
+    def doubt_us(self) -> float:
+        """By how much the hand-over may be misjudged, in microseconds of one call."""
+        return DOUBT * self.overhead_us / max(1, self.calls)
 
     def done(self, child: Any) -> None:
         """Have a child forget the results that it kept."""

@@ -45,7 +45,7 @@ class Timer:
             return
         moved, flops = self.task.work(bench.case)
         floor = roofline_us(self.peaks, moved, flops, bench.case.dtype)
-        if us < PHYSICS * floor:
+        if us + bench.doubt_us < PHYSICS * floor:
             raise Refused("faster_than_physics", f"{bench.case.name}: {us:.1f} us is faster than physics: the least work "
                                                  f"takes {floor:.1f} us at the peaks of {self.peaks.name}", "physics")
 

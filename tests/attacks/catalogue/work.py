@@ -106,7 +106,7 @@ def softmax(x):
         return y
     except Exception:
         return torch.softmax(x, dim=-1)
-"""), TORCH, "what_ran", twin=twins.guarded_import()),
+"""), TORCH | {"measured"}, "what_ran", twin=twins.guarded_import()),
     Entry("A03-fallback-by-shape", "rowsum", "torch wherever the unmasked kernel would be wrong", whole("rowsum", """
 @triton.jit
 def bare_kernel(x_ptr, y_ptr, n_cols, BLOCK: tl.constexpr):
