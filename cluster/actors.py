@@ -62,8 +62,8 @@ class CompilerActor(_Judging):
         self.entry, self.cases, self.target = entry, cases, target
         self.inner = Compiler(Path(cache), timeout_s=timeout_s, warn=self.texts.append, hide=hide)
 
-    def compile(self, source: str) -> Any:
-        return self.inner.compile(source, self.entry, self.cases, self.target)
+    def compile(self, source: str, timeout_s: float) -> Any:
+        return self.inner.compile(source, self.entry, self.cases, self.target, timeout_s)
 
 
 @remote(num_cpus=0, max_concurrency=1)

@@ -70,10 +70,12 @@ def _line(text: str | None) -> str:
 
 
 class Driver:
-    """Runs one search to its end. `shop` does the work; `state` is the fold of `journal`."""
+    """Runs one search to its end. `shop` does the work; `state` is the fold of `journal`. in_flight: how many pulls to keep under
+    way, from what is known so far."""
 
     def __init__(self, folder: RunFolder, journal: Journal, state: State, policy: search.Policy, shop: Workshop,
-                 view: View, status: Status, in_flight: int, clock: Callable[[], float] = time.time):
+                 view: View, status: Status, in_flight: Callable[[State], int],
+                 clock: Callable[[], float] = time.time):
         self.folder, self.journal, self.state, self.policy = folder, journal, state, policy
         self.shop, self.view, self.status, self.in_flight, self.clock = shop, view, status, in_flight, clock
         self.tasks: dict[int, asyncio.Task] = {}
@@ -101,6 +103,7 @@ class Driver:
         compiled = await self.shop.compile(source)
         if not compiled.ok:
             raise UserError(f"the baseline does not compile for {self.shop.label}: {_line(compiled.error)}. Mend kernel.py.")
+        self.shop.know_compile_time(compiled.seconds)
         idle = self.shop.without_kernel(compiled)
         if idle:
             raise UserError(f"the baseline launches no kernel of its own in case {idle!r}, and the contract allows nothing else "
@@ -133,6 +136,7 @@ class Driver:
         compiled = await self.shop.compile(source)
         if not compiled.ok:
             raise RunFailed(f"the baseline, which compiled before, does not any more: {_line(compiled.error)}.")
+        self.shop.know_compile_time(compiled.seconds)
         judgement = await self.shop.baseline(base.candidate, source, compiled)
         if judgement.kind != "measured":
             raise RunFailed(f"the baseline, which was right before, does not pass any more ({judgement.kind}): "
@@ -240,7 +244,7 @@ class Driver:
         if self.stopping:
             return
         # decide() folds each order at once; it is journalled before it is dispatched.
-        for order in search.decide(self.state, self.policy, self.in_flight):
+        for order in search.decide(self.state, self.policy, self.in_flight(self.state)):
             self.journal.append(order, self.clock())
             self.tasks[order.pull] = asyncio.create_task(self._perform(order))
 

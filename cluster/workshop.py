@@ -33,6 +33,9 @@ from kernelband.writers import Request, Written
 actors: Any = _actors  # Ray adds .remote to the classes, which no type checker sees
 
 CLOSE_S = 15.0
+SLOW_COMPILE, LEAST_COMPILE_S = 8.0, 30.0
+"""How many times the baseline's compilation a candidate's may take, and what it may always take: nobody waits minutes at the end
+for tiles that spill."""
 PATIENCE_S = 60.0
 """Seconds after which a wait for actors is spoken of."""
 
@@ -94,6 +97,7 @@ class Workshop:
         self.compilers = Pool(lambda: actors.CompilerActor.remote(
             cache, task.task.entry, cases, target, compile_s, hidden), compilers)
         maker = actors.GpuActor if device.measured else actors.ModelActor
+        self.compile_s = compile_s
         self._baseline: tuple[str, str, str | None] | None = None
         self._base_us: dict[str, float] = {}
         self._caches: dict[str, str | None] = {}
@@ -153,7 +157,13 @@ class Workshop:
         return answers
 
     async def compile(self, source: str) -> Compiled:
-        return await self.compilers.call("compile", source)
+        return await self.compilers.call("compile", source, self.compile_s)
+
+    def know_compile_time(self, seconds: float) -> None:
+        """What the baseline took. With a GPU, from now on candidates get a deadline from it; without one a search must not depend
+        on how busy the machine is."""
+        if self.measured:
+            self.compile_s = min(self.compile_s, max(LEAST_COMPILE_S, SLOW_COMPILE * seconds))
 
     def without_kernel(self, compiled: Compiled) -> str:
         """The first timed case that launches no kernel of its own where the contract allows nothing else, or ''."""

@@ -225,7 +225,7 @@ def _workers(config: Config, measured: bool) -> tuple[int, int]:
 
 def _drive(folder: RunFolder, task: LoadedTask, where: device.Device, config: Config, log: journal.Journal, state: State,
            spent: float, quiet: bool, console: Console | None) -> Run:
-    from cluster import local
+    from cluster import flow, local
     from cluster.driver import Driver
     from cluster.faults import one_line_errors
     from cluster.workshop import Workshop
@@ -253,7 +253,11 @@ def _drive(folder: RunFolder, task: LoadedTask, where: device.Device, config: Co
                             strategies=config.strategies, compilers=compilers, judges=judges,
                             compile_s=config.limits.compile_seconds, check_s=config.limits.check_seconds,
                             hide=folder.origin, writers=state.start.writers)
-            in_flight = state.start.lag or config.workers.in_flight or 3 * judges + 3
+            fixed, pulls = state.start.lag or config.workers.in_flight, state.start.pulls
+
+            def in_flight(known: State) -> int:
+                return fixed or flow.wanted(known.outcomes.values(), judges, compilers, pulls)
+
             driver = Driver(folder, log, state, make(config.policy), shop, view, status, in_flight)
             interrupted = asyncio.run(_live(driver, shop, task, view, status, state))
     if state.ended is None:

@@ -28,11 +28,12 @@ class Workers(_Part):
     compilers: int = Field(0, ge=0, le=256, description="compile actors; 0: one for two cores, at most 8")
     judges: int = Field(0, ge=0, le=256, description="interpreter workers without a GPU; 0: one for two cores, at most 8")
     gpus: int = Field(0, ge=0, description="GPU actors; 0: every GPU that Ray shows")
-    in_flight: int = Field(0, ge=0, le=4096, description="pulls under way at once; 0: a few more than there are workers")
+    in_flight: int = Field(0, ge=0, le=4096, description="pulls under way at once; 0: as many as keep the judges busy")
 
 
 class Limits(_Part):
-    compile_seconds: float = Field(120, gt=0, description="one candidate's compilation")
+    compile_seconds: float = Field(120, gt=0, description="one candidate's compilation; with a GPU no more than 8 times the "
+                                                           "baseline's, and 30 s")
     check_seconds: float = Field(60, gt=0, description="one case in the interpreter or on the GPU")
 
 

@@ -267,9 +267,10 @@ def test_failures_are_results_with_a_kind_and_a_reason(compiler: Compiler, sourc
 def test_a_candidate_that_never_ends_is_timed_out_and_not_remembered(tmp_path: Path) -> None:
     with Compiler(tmp_path, timeout_s=2) as compiler:
         source = "def entry(x):\n    while True:\n        pass\n"
-        for _ in range(2):
-            result = one(compiler, source, tensor(512))
+        for own in (None, 1.0):
+            result = compiler.compile(source, "entry", [Case("main", [tensor(512)])], H200, own)
             assert result.error_kind == "timeout" and not result.cached and result.seconds < 20
+            assert f"within {own or 2:g} s" in str(result.error)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -118,9 +118,10 @@ class Compiler:
         self._warn = warn
         self._zygote: Zygote | None = None
 
-    def compile(self, source: str, entry: str, cases: Sequence[CaseLike], target: Target) -> Compiled:
+    def compile(self, source: str, entry: str, cases: Sequence[CaseLike], target: Target,
+                timeout_s: float | None = None) -> Compiled:
         """Compile all that ``entry`` launches on the arguments of every case. A failing candidate is a result, not an
-        exception; RuntimeError means that the compile child itself does not work."""
+        exception; RuntimeError means that the compile child itself does not work. timeout_s: instead of the compiler's own."""
         key = cache_key(source, entry, cases, target)
         kept = _load(self._store / key)
         if kept is not None:
@@ -128,7 +129,8 @@ class Compiler:
         started = time.monotonic()
         child = self._spawn()
         try:
-            result, files = self._work(child, source, entry, cases, target, started + self._timeout_s)
+            result, files = self._work(child, source, entry, cases, target,
+                                       self._timeout_s if timeout_s is None else timeout_s)
         finally:
             child.kill()
         result = replace(result, seconds=time.monotonic() - started)
@@ -153,7 +155,8 @@ class Compiler:
         return self._zygote.spawn()
 
     def _work(self, child: Child, source: str, entry: str, cases: Sequence[CaseLike], target: Target,
-              deadline: float) -> tuple[Compiled, dict[str, bytes]]:
+              timeout_s: float) -> tuple[Compiled, dict[str, bytes]]:
+        deadline = time.monotonic() + timeout_s
         facts: dict[str, tuple[KernelFacts, ...]] = {}
         launches: dict[str, int] = {}
         names: dict[str, None] = {}
@@ -197,7 +200,7 @@ class Compiler:
             return failed("wrapper", f"{at}: {error.kind}: {error.message}")
         except ChildDied as error:
             if error.kind == "timeout":
-                return failed("timeout", f"{at}: not compiled within {self._timeout_s:g} s")
+                return failed("timeout", f"{at}: not compiled within {timeout_s:.3g} s")
             lines = "".join("\n" + line for line in _error_lines(error.output_tail))
             return failed("crash", f"{at}: the compiling process died ({error.kind}: {error.detail}){lines}")
         except binaries.UnsafeFile as error:
