@@ -52,6 +52,16 @@ class HostBuffer:
         BUFFERS.pop(self.handle, None)
 
 
+class HostInputs:
+    """What transport.Inputs is on a GPU."""
+
+    def __init__(self, tensors, slots):
+        self.share = HostBuffer
+
+    def close(self):
+        pass
+
+
 class HostChild:
     """The requests of inside/device.py, answered in this process."""
 
@@ -144,6 +154,7 @@ class HostZygote:
 def host(monkeypatch):
     monkeypatch.setattr(transport, "Shared", HostBuffer)
     monkeypatch.setattr(bench_module, "Shared", HostBuffer)
+    monkeypatch.setattr(bench_module, "Inputs", HostInputs)
     monkeypatch.setattr(bench_module, "DEVICE", "cpu")
     monkeypatch.setattr(bench_module.time, "perf_counter_ns", lambda: int(NOW[0] * 1e3))
     monkeypatch.setattr(measure, "SLICE_US", 8_000.0)

@@ -23,7 +23,7 @@ from kernelband.evaluate import sample, verify
 from kernelband.evaluate.layouts import arranged_inputs
 from kernelband.evaluate.measure import Slice, calls_for
 from kernelband.evaluate.specs import describe
-from kernelband.evaluate.transport import Change, Outputs, Shared, Slot, changes
+from kernelband.evaluate.transport import Change, Guarded, Inputs, Outputs, Shared, Slot, changes
 from kernelband.evaluate.verify import Truth, Verdict
 from kernelband.task import Case, Task
 
@@ -85,7 +85,10 @@ class Bench:
         self._constants = {n: Shared(v) for n, v in self.constant.items()}
         for name, shared in self._constants.items():
             shared.tensor.copy_(self.constant[name])
-        self.slots = {f"{self.name}/{i}": Slot(drawn, self._constants, guard) for i in range(slots)}
+        own = [v for n, v in drawn.items() if isinstance(v, torch.Tensor) and n not in self.constant]
+        self._inputs = Inputs(own, slots) if guard is None and own else None
+        share = self._inputs.share if self._inputs else lambda tensor: Guarded(tensor, bool(guard))
+        self.slots = {f"{self.name}/{i}": Slot(drawn, self._constants, share) for i in range(slots)}
         self.drawn: dict[str, dict[str, Any]] = dict.fromkeys(self.slots, drawn)
         self.changes: dict[str, Change | None] = dict.fromkeys(self.slots)
         self._truths: dict[str, Truth] = {}
@@ -346,6 +349,8 @@ class Bench:
     def close(self) -> None:
         for slot in self.slots.values():
             slot.close()
+        if self._inputs is not None:
+            self._inputs.close()
         for shared in self._constants.values():
             shared.close()
         self.outputs.close()

@@ -219,6 +219,7 @@ class Final:
         child = guarded(owner.child_of, self.source, self.cache)
         try:
             roles = ("check", "held_out") if first and "held_out" not in owner.off else ("check",)
+            owner.open(child, *roles)
             owner.check(child, self.judgement, *roles)
             if first:
                 owner.checks.repeat(child, self.judgement, owner.names("timed"))

@@ -135,6 +135,7 @@ class Supervisor:
         try:
             child = guarded(self.child_of, source, cache)
             self.children.sides[name] = child
+            self.open(child, "check", "held_out")
             self.check(child, judgement, "check", "held_out")
             for bench in self.timed():
                 bench.refill()
@@ -156,15 +157,15 @@ class Supervisor:
 
     # -- stages -------------------------------------------------------------------------------------------------
 
-    def check(self, child: Child, judgement: Judgement, *roles: str, beside: Callable[[], None] = lambda: None) -> None:
-        """The verdict. beside: what may be begun while it goes on; not before the buffers are open, for the driver does one such
-        thing at a time."""
-        small = self.small(*roles)
-        for bench in (*(self.benches[n] for n in small), *self.timed()):
+    def open(self, child: Child, *roles: str) -> None:
+        """Open the buffers of the cases of these roles, and of the timed ones, in a child."""
+        for bench in (*(self.benches[n] for n in self.small(*roles)), *self.timed()):
             bench.forget()
             guarded(bench.bind, child)
-        beside()
-        self.checks.run(child, judgement, small, self.names("timed"))
+
+    def check(self, child: Child, judgement: Judgement, *roles: str) -> None:
+        """The verdict, on buffers that are open."""
+        self.checks.run(child, judgement, self.small(*roles), self.names("timed"))
 
     def _screen(self, child: Child, judgement: Judgement, best: float) -> float:
         """Rounds of one slice of each timed case, as few as it takes to see that a candidate lost: its mean log speed-up."""
@@ -235,7 +236,10 @@ class Supervisor:
         try:
             child = guarded(self.child_of, source, cache)
             lap("start")
-            self.check(child, judgement, "check", beside=self.children.prepare)
+            self.open(child, "check")
+            lap("open")
+            self.children.prepare()  # not before the buffers are open: the driver does one such thing at a time
+            self.check(child, judgement, "check")
             lap("verify")
             self.children.settle()
             self.children.know(incumbent, incumbent_source, incumbent_cache)

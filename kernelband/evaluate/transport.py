@@ -1,13 +1,14 @@
-"""Buffers that the trusted side owns and a child may open: one dedicated allocation per exported tensor.
+"""Buffers that the trusted side owns and a child may open.
 
-CUDA IPC exports whole allocations, hence one each; the oracle's buffers are ordinary torch tensors and are never
-exported. Closing frees the memory; a child that still has it open keeps its mapping only, which dies with it.
+CUDA IPC exports whole allocations. Hence an exported tensor has one of its own, or shares one with nothing but other inputs of
+the same case, which the child may read as well; the oracle's buffers are ordinary torch tensors and are never exported.
+Closing frees the memory; a child that still has it open keeps its mapping only, which dies with it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,44 @@ class Shared:
     def close(self) -> None:
         del self.tensor
         cudrv.free(self.pointer)
+
+
+class Inputs:
+    """The inputs of all slots of a case in one allocation, so that a child opens one handle instead of hundreds.
+
+    tensors: those of one slot. Each lies on blocks of its own, as a dedicated allocation would.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], slots: int):
+        self.pointer = cudrv.allocate(slots * sum(_blocks(t) for t in tensors))
+        self.handle, self.used = cudrv.export(self.pointer), 0
+
+    def share(self, like: torch.Tensor) -> Part:
+        """The next tensor."""
+        at, self.used = self.used, self.used + _blocks(like)
+        return Part(cudrv.tensor(self.pointer, like.shape, like.stride(), like.dtype, at), {"handle": self.handle, "offset": at})
+
+    def close(self) -> None:
+        """Its tensors must be out of use."""
+        cudrv.free(self.pointer)
+
+
+@dataclass
+class Part:
+    """A tensor in the allocation of a case's inputs; spec: how a child finds it."""
+
+    tensor: torch.Tensor
+    spec: dict[str, Any]
+
+    def overrun(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        del self.tensor
+
+
+def _blocks(tensor: torch.Tensor) -> int:
+    return max(1, -(-extent(tensor) // cudrv.BLOCK)) * cudrv.BLOCK
 
 
 class Guarded:
@@ -78,14 +117,12 @@ class Guarded:
 
 
 class Slot:
-    """One set of arguments in shared buffers. constants: buffers of arguments that all slots of a case share. guard: None for
-    plain buffers, else whether guarded ones lie at the end of their mappings."""
+    """One set of arguments in shared buffers, made by `share`. constants: buffers of arguments that all slots of a case share."""
 
-    def __init__(self, inputs: Mapping[str, Any], constants: Mapping[str, Any], guard: bool | None = None):
+    def __init__(self, inputs: Mapping[str, Any], constants: Mapping[str, Any], share: Callable[[torch.Tensor], Any]):
         specs, _ = describe(dict(inputs))
         self.constants = constants
-        self.own: dict[str, Any] = {n: Shared(v) if guard is None else Guarded(v, guard) for n, v in inputs.items()
-                                    if isinstance(v, torch.Tensor) and n not in constants}
+        self.own: dict[str, Any] = {n: share(v) for n, v in inputs.items() if isinstance(v, torch.Tensor) and n not in constants}
         self.buffers: dict[str, Any] = {**self.own, **constants}
         self.specs = [{**spec, **self.buffers[spec["name"]].spec} if spec["kind"] == "tensor" else spec for spec in specs]
         self.fill(inputs)
