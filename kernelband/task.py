@@ -62,7 +62,7 @@ class Tolerance:
     rmse_ratio: RMS error over the honest RMS error. max_ratio: largest error over the honest largest error.
     centred: RMS error over the standard deviation of a row, asked only where the honest run itself is below a fifth
         of it. floor_ulp: error that is always allowed, in units in the last place of the output's largest magnitude
-        (float64: 64 times that, see verify.FLOORS).
+        (float64: 64 times that, see compare.FLOORS).
     """
 
     rmse_ratio: float = 3.0

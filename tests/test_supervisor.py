@@ -238,13 +238,22 @@ CHEATS = {
 def test_a_cheat_is_refused_and_the_next_candidate_is_judged_as_ever(name):
     source, kind = CHEATS[name]
     made, told = judged(source)
-    if "fingerprint" in name and told.kind == "measured":  # the changed element was one that it looks at: then it pays, and gains
-        assert told.log_speedup < 0.05  # nothing from contents that are new in every slice
+    if "fingerprint" in name and told.kind == "measured":  # the changed element was one that it looks at: then the final sees
+        told = made.final("cand", source, None, runs=1, pairs=4)  # that it works once for a slot and slice only
+        assert told.kind in ("timing_inconsistent", "wrong"), told
         return
     assert told.kind == kind and told.detail, (told.kind, told.detail)
     assert alive(made) == 2  # the baseline and the spare
     again = made.judge("next", FAST, None, "base", SLOW, None)
     assert again.kind == "measured" and again.log_speedup > 0.4
+
+
+def test_one_that_remembers_by_the_whole_contents_falls_at_the_final_check():
+    source = CHEATS["remembers results by a fingerprint of the contents"][0].replace("x[:4]", "x")
+    made, told = judged(source)
+    assert told.kind == "measured" and told.log_speedup > 0.5  # a slot's contents come several times in one slice
+    told = made.final("cand", source, None, runs=1, pairs=4)
+    assert told.kind == "timing_inconsistent" and "checked whole" in told.detail
 
 
 def test_one_that_works_only_when_its_result_is_kept_falls_at_the_final_check():

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 from kernelband.evaluate import sample, verify
+from kernelband.evaluate.compare import Verdict
 from kernelband.evaluate.layouts import arranged_inputs
 from kernelband.evaluate.measure import Slice, calls_for
 from kernelband.evaluate.specs import describe
 from kernelband.evaluate.transport import Change, Guarded, Inputs, Outputs, Shared, Slot, changes
-from kernelband.evaluate.verify import Truth, Verdict
+from kernelband.evaluate.verify import Truth
 from kernelband.task import Case, Task
 
 WARM_UP = 4

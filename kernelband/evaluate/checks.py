@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from kernelband.evaluate import verify
+from kernelband.evaluate import compare, verify
 from kernelband.evaluate.bench import Bench, Wrong
+from kernelband.evaluate.compare import Verdict
 from kernelband.evaluate.judgement import Judgement, Refused, refusal
-from kernelband.evaluate.verify import Verdict
 from kernelband.evaluate.zygote import CandidateError, Child, ChildDied
 from kernelband.task import Contract
 
@@ -127,7 +127,7 @@ class Checks:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return not bool(verify.differs(a, b).any())
+    return not bool(compare.differs(a, b).any())
 
 
 def _where(bench: Bench) -> str:

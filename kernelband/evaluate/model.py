@@ -40,8 +40,8 @@ BLOCK_START_NS = 500.0  # judged: start, first addresses and end of one block
 
 BLIND: dict[str, str] = {
     "cache modifiers": "Cache and eviction hints on loads and stores change nothing in the counted traffic.",
-    "program order": "Grouping or swizzling programs is not seen: L2 reuse between programs is assumed the same for "
-                     "every order.",
+    "program order": "Grouping or swizzling programs, or letting a few stride over all tiles, is not seen: L2 reuse between "
+                     "programs is assumed the same for every order.",
     "bank conflicts": "Conflicts in shared memory and the cost of layout conversions between operations are not counted.",
     "instruction selection": "Special instructions (packed math, TMA, warp specialisation, fast approximations) cost "
                              "what their generic form costs.",
@@ -49,7 +49,8 @@ BLIND: dict[str, str] = {
     "clock and power": "One clock is assumed; throttling under load is part of the residual.",
     "load imbalance": "Programs are priced by their mean; a few long ones at the end of the grid are not seen.",
     "scheduling inside a program": "Which loads the compiler hoists or pipelines is guessed from num_stages and the "
-                                   "order of operations.",
+                                   "order of operations; options of a single loop (tl.range) and reductions that wait for "
+                                   "each other are not seen.",
 }
 
 

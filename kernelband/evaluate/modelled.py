@@ -13,17 +13,18 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kernelband.device import Peaks, roofline_us
-from kernelband.evaluate import model, verify
+from kernelband.evaluate import compare, model, verify
+from kernelband.evaluate.compare import Verdict
 from kernelband.evaluate.judgement import Judgement, Refused, refusal
 from kernelband.evaluate.layouts import arranged_inputs
 from kernelband.evaluate.specs import describe, extent, shapes_only
-from kernelband.evaluate.verify import Truth, Verdict
+from kernelband.evaluate.verify import Truth
 from kernelband.evaluate.zygote import CandidateError, Child, ChildDied, SandboxError, Zygote
 from kernelband.task import Case, Task
 
@@ -127,9 +128,8 @@ class Checks:
                 self.drawn[case.name] = right
                 for layout in contract.layouts:
                     if layout != "contiguous" and "families" not in self.off:
-                        inputs = arranged_inputs(right.inputs, layout)
-                        self._check(case, f"{layout} inputs", Truth(inputs, right.exact, right.honest), self._slot(case), i,
-                                    "families", f"{case.name}/{layout}")
+                        arranged = replace(right, inputs=arranged_inputs(right.inputs, layout))
+                        self._check(case, f"{layout} inputs", arranged, self._slot(case), i, "families", f"{case.name}/{layout}")
 
     def _slot(self, case: Case) -> str:
         """A name that was not used before: tensors at addresses of their own."""
@@ -196,7 +196,7 @@ class Checks:
         if not second.verdict.ok:
             raise Refused("wrong_nondeterministic", f"{self._where(case)}: right once, and wrong when called again on the same "
                                                     f"inputs: {second.verdict.detail}", "repeat")
-        if self.task.contract.deterministic and any(bool(verify.differs(a, b).any())
+        if self.task.contract.deterministic and any(bool(compare.differs(a, b).any())
                                                     for a, b in zip(first.outputs, second.outputs, strict=True)):
             raise Refused("wrong_nondeterministic", f"{self._where(case)}: two calls on the same inputs differ, and the contract "
                                                     f"asks for determinism", "repeat")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernelband.evaluate import verify
+from kernelband.evaluate import compare
 from kernelband.evaluate.verify import Truth
 from kernelband.task import Contract
 
@@ -32,7 +32,7 @@ def limits(contract: Contract, right: Truth) -> list[float]:
         gap, largest = (float(torch.linalg.vector_norm(x, math.inf)) for x in (exact - honest, exact))
         if not math.isfinite(gap + largest):
             gap, largest = (float(torch.nan_to_num(x, posinf=0.0, neginf=0.0).abs().max()) for x in (exact - honest, exact))
-        found.append(tolerance.max_ratio * gap + 2 * largest * verify.floor_of(honest.dtype, tolerance))
+        found.append(tolerance.max_ratio * gap + 2 * largest * compare.floor_of(honest.dtype, tolerance))
     return found
 
 
@@ -52,7 +52,7 @@ class Wanted:
             return True
         part = got.reshape(-1)[self.begin:self.begin + SAMPLE]
         if self.limit == 0.0:
-            return not bool(verify.differs(self.honest, part).any())
+            return not bool(compare.differs(self.honest, part).any())
         # NaN <= x is false, so poison and stray NaNs fail; what has no finite truth in the dtype is left to the full check.
         fine = (part - self.exact).abs() <= self.limit
         return bool(fine.all()) or bool((fine | ~torch.isfinite(self.exact.to(part.dtype))).all())
