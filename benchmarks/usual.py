@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -182,8 +183,9 @@ def judge_in_process(source: str, entry: str, task: Task, cases: Sequence[Case],
 
 
 def judge_by_stages(source: str, task_folder: Path, *, baseline_us: Mapping[str, float] | None = None, cache: Path | None = None,
-                    warmup: int = 100, rep: int = 1000, limit_s: float = 300.0, device: str = "cuda") -> dict[str, Any]:
-    """Judge a candidate by one fresh Python process for each of compile, check and time.
+                    warmup: int = 100, rep: int = 1000, limit_s: float = 300.0, device: str = "cuda",
+                    stages: Sequence[str] = STAGES) -> dict[str, Any]:
+    """Judge a candidate by one fresh Python process for each of compile, check and time, or for some of these `stages`.
 
     cache: TRITON_CACHE_DIR of those processes; None leaves it to Triton. limit_s: seconds for one stage. baseline_us: cached
     microseconds by case; without it the last stage times the reference too. warmup, rep: milliseconds of do_bench.
@@ -194,7 +196,7 @@ def judge_by_stages(source: str, task_folder: Path, *, baseline_us: Mapping[str,
     with tempfile.TemporaryDirectory(prefix="usual-") as folder:
         path = Path(folder) / "source.py"
         path.write_text(source)
-        for stage in STAGES:
+        for stage in stages:
             result = Path(folder) / f"{stage}.json"
             asked = [stage, "--task", str(task_folder), "--source", str(path), "--result", str(result), "--device", device,
                      "--warmup", str(warmup), "--rep", str(rep)]
@@ -214,6 +216,17 @@ def judge_by_stages(source: str, task_folder: Path, *, baseline_us: Mapping[str,
         told["times"] = said["times"]
         told["speedup"] = speedup_of(said["times"], said["reference"] if baseline_us is None else baseline_us)
     return told
+
+
+def compile_ahead(sources: Mapping[str, str], task_folder: Path, cache: Path, at_once: int,
+                  device: str = "cuda") -> dict[str, dict[str, Any]]:
+    """The first stage of many candidates, several at once: name -> what `judge_by_stages` says of it."""
+    def first(source: str) -> dict[str, Any]:
+        return judge_by_stages(source, task_folder, baseline_us={}, cache=cache, device=device, limit_s=120, stages=("compile",))
+
+    with ThreadPoolExecutor(at_once) as pool:
+        told = pool.map(first, sources.values())
+        return dict(zip(sources, told, strict=True))
 
 
 def environment(cache: Path | None) -> dict[str, str]:
