@@ -176,9 +176,10 @@ def without_gpu(todo: list[dict[str, Any]], judge: Control | None, cache: Path) 
         bench.close()
 
 
-def with_gpu(todo: list[dict[str, Any]], judge: Control | None, cache: Path, peaks: Any,
-             gpu: str) -> Generator[dict[str, Any], None, None]:
-    """Rows of the GPU: ours for all candidates of an operator, then each attack without the layer that caught it."""
+def with_gpu(todo: list[dict[str, Any]], judge: Control | None, cache: Path, peaks: Any, gpu: str,
+             latest: dict[str, dict[str, Any]]) -> Generator[dict[str, Any], None, None]:
+    """Rows of the GPU: ours for the candidates of an operator, and each attack once more without the layer that caught it.
+    latest: rows of an earlier run, which get only what they lack."""
     from attacks import harness
 
     from kernelband.errors import Quarantined, RunFailed
@@ -201,23 +202,31 @@ def with_gpu(todo: list[dict[str, Any]], judge: Control | None, cache: Path, pea
     for operator in dict.fromkeys(c["operator"] for c in todo):
         try:
             for one in [c for c in todo if c["operator"] == operator]:
-                bench = bench or harness.Gpu(operator, cache, peaks, gpu, warn=warned)
-                told = judged(bench, one)
-                row = row_of(one, told)
-                if not one["twin"] and told.layer in harness.OFF_GPU:
-                    off = frozenset({told.layer})
-                    if told.layer == "guard":
+                row = latest.get(one["id"], {})
+                if not row:
+                    bench = bench or harness.Gpu(operator, cache, peaks, gpu, warn=warned)
+                    row = row_of(one, judged(bench, one))
+                if may_lack(row):
+                    off = frozenset({row["layer"]})
+                    if row["layer"] == "guard":
                         unguarded = unguarded or harness.Gpu(operator, cache, peaks, gpu, off=off, warn=warned)
-                        row |= {"off": told.layer, **off_of(judged(unguarded, one))}
+                        row |= {"off": row["layer"], **off_of(judged(unguarded, one))}
                     else:
                         bench = bench or harness.Gpu(operator, cache, peaks, gpu, warn=warned)
-                        row |= {"off": told.layer, **off_of(judged(bench, one, off))}
-                yield row | usual_of(one, judge)
+                        row |= {"off": row["layer"], **off_of(judged(bench, one, off))}
+                yield row | ({} if "usual_kind" in row or one["twin"] else usual_of(one, judge))
         finally:
             for made in (bench, unguarded):
                 if made is not None:
                     made.close()
             bench = unguarded = None
+
+
+def may_lack(row: dict[str, Any]) -> bool:
+    """Whether an attack's row says what caught it, but not what becomes of it without that."""
+    from attacks import harness
+
+    return not row["twin"] and "off" not in row and row["layer"] in harness.OFF_GPU
 
 
 def warned(text: str) -> None:
@@ -256,13 +265,6 @@ def compile_all(todo: list[dict[str, Any]], cache: Path, peaks: Any, gpu: str) -
     ready = [path for path in done if path is not None]
     print(f"compiled {len(done)} sources in {time.monotonic() - begin:.0f} s; {len(done) - len(ready)} failed", flush=True)
     return ready
-
-
-def late_control(latest: dict[str, dict[str, Any]], todo: list[dict[str, Any]],
-                 judge: Control | None) -> Generator[dict[str, Any], None, None]:
-    """Rows of attacks that were judged without the usual scheme, once more with it; the later row of an id stands."""
-    for one in todo:
-        yield latest[one["id"]] | usual_of(one, judge)
 
 
 # -- results --------------------------------------------------------------------------------------------------------
@@ -310,7 +312,8 @@ def main() -> None:
     parser.add_argument("--parts", type=Path, default=HERE / "parts", help="where the parts of other scripts lie")
     parser.add_argument("--cache", type=Path, default=ROOT / "runs" / "attacks-cache", help="compiled candidates")
     parser.add_argument("--no-control", action="store_true", help="leave the usual scheme out")
-    parser.add_argument("--control-only", action="store_true", help="the usual scheme for rows of an earlier run without it")
+    parser.add_argument("--complete", action="store_true", help="with --resume on a GPU: what rows of an earlier run lack, "
+                                                               "runs without a layer and the usual scheme")
     asked = parser.parse_args()
     deadline = rows.Deadline(asked.seconds)
     if not asked.summary:
@@ -319,9 +322,11 @@ def main() -> None:
         done = {row["id"] for row in kept.rows}
         everything = candidates(asked.only, bool(gpu))
         todo = [c for c in everything[asked.shard[0]::asked.shard[1]] if c["id"] not in done]
-        if asked.control_only:
+        latest: dict[str, dict[str, Any]] = {}
+        if asked.complete:
             latest = {row["id"]: row for row in kept.rows}
-            todo = [c for c in everything if not c["twin"] and c["id"] in latest and "usual_kind" not in latest[c["id"]]]
+            todo = [c for c in everything if not c["twin"] and c["id"] in latest
+                    and ("usual_kind" not in latest[c["id"]] or may_lack(latest[c["id"]]))]
         compiled: list[Path] = []
         if gpu:
             peaks = peaks_of(gpu)
@@ -336,10 +341,8 @@ def main() -> None:
                 print(f"the usual scheme is left out: {err}", flush=True)
             else:
                 judge = Control("cuda" if gpu else "cpu", compiled)
-        if asked.control_only:
-            judged = late_control(latest, todo, judge)
-        elif gpu:
-            judged = with_gpu(todo, judge, asked.cache, peaks, gpu)
+        if gpu:
+            judged = with_gpu(todo, judge, asked.cache, peaks, gpu, latest)
         else:
             judged = without_gpu(todo, judge, asked.cache)
         begin = time.monotonic()

@@ -73,6 +73,7 @@ IN_A_HOOK = KERNEL + "\nscale_kernel.add_pre_run_hook(lambda x, y, *a, **k: y.co
 
 
 @pytest.mark.parametrize("source, kind, layer, off", [
+    (KERNEL.replace("x * s + 1", "x * s + 1.1"), "wrong", "values", None),
     (BY_ADDRESS, "wrong", "fresh", "fresh"),
     (BY_IDENTITY, "wrong", "fresh", "fresh"),
     (BY_CONTENT, "wrong", "fresh", "fresh"),
@@ -88,9 +89,9 @@ IN_A_HOOK = KERNEL + "\nscale_kernel.add_pre_run_hook(lambda x, y, *a, **k: y.co
     (SMALL_IN_TORCH, "not_a_kernel", "what_ran", "what_ran"),
     (IN_NUMPY, "not_a_kernel", "what_ran", "what_ran"),
     (IN_A_HOOK, "not_a_kernel", "what_ran", "what_ran"),
-], ids=["memo by address", "memo by identity", "memo by content", "memo by shape", "right every other time", "right near zero",
-        "stores beside", "changes its input", "another dtype", "right where it is shown", "decoy", "falls back", "small in torch",
-        "in numpy", "in a hook"])
+], ids=["wrong", "memo by address", "memo by identity", "memo by content", "memo by shape", "right every other time",
+        "right near zero", "stores beside", "changes its input", "another dtype", "right where it is shown", "decoy",
+        "falls back", "small in torch", "in numpy", "in a hook"])
 def test_it_is_caught_by_that_layer_and_by_no_other(source, kind, layer, off):
     told = judged(source, held_out=True)
     assert told.kind == kind and told.detail and told.layer in LAYERS, told
@@ -99,6 +100,12 @@ def test_it_is_caught_by_that_layer_and_by_no_other(source, kind, layer, off):
     if off:
         without = judged(source, off=frozenset({off}), held_out=True)
         assert without.kind == "measured", without
+
+
+def test_without_its_first_look_at_values_what_is_wrong_falls_at_the_next_layer():
+    wrong = KERNEL.replace("x * s + 1", "x * s + 1.1")
+    assert judged(wrong, off=frozenset({"values"})).layer in ("families", "fresh")
+    assert judged(wrong, off=frozenset({"values", "families", "fresh", "repeat"})).kind == "measured"
 
 
 def test_families_and_fresh_contents_each_catch_a_memory_by_shape():
@@ -233,11 +240,11 @@ class TestLayouts:
 
 
 def test_only_layers_that_are_there_can_be_left_out():
-    assert set(LAYERS) >= CAN_BE_OFF and "values" not in CAN_BE_OFF
+    assert set(LAYERS) >= CAN_BE_OFF and "deadline" not in CAN_BE_OFF
     with pytest.raises(ValueError, match="'familes' cannot be left out"):
         ModelledJudge(SCALE, PEAKS, off=frozenset({"familes"}))
-    with pytest.raises(ValueError, match="'values' cannot be left out"):
-        ModelledJudge(SCALE, PEAKS, off=frozenset({"values"}))
+    with pytest.raises(ValueError, match="'deadline' cannot be left out"):
+        ModelledJudge(SCALE, PEAKS, off=frozenset({"deadline"}))
 
 
 # -- at the timed shapes, with what the compiler says ---------------------------------------------------------------

@@ -27,9 +27,9 @@ GAIN = math.log(1.02)
 """From two per cent on a candidate would be taken for faster."""
 
 OFF_CI = modelled.CAN_BE_OFF
-OFF_GPU = frozenset({"families", "fresh", "guard", "repeat", "held_out", "sample", "whole", "events", "physics", "band", "late",
-                     "what_ran", "sanitizer"})
-"""Layers that a judge can leave out; the others are how candidates are run and compared at all."""
+OFF_GPU = frozenset({"values", "families", "fresh", "inputs", "guard", "repeat", "held_out", "sample", "whole", "events",
+                     "physics", "band", "late", "what_ran", "sanitizer"})
+"""Layers that a judge can leave out; the others are how candidates are run at all."""
 
 COMPILE_S = 60.0
 
