@@ -100,8 +100,8 @@ class Bench:
         self.overhead_us = 0.0
         self.repeats = 1
         self.seconds = 0.0
-        """Seconds of slices (hand-over taken off) and of the oracle on a timed case, by this process's clock, since somebody set
-        it to 0."""
+        """Seconds of slices (hand-over taken off), their warm-up and the oracle on a timed case, by this process's clock, since
+        somebody set it to 0."""
         self._read: list[torch.Tensor] | None = None
         self._warm: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -255,7 +255,8 @@ class Bench:
         self.renew()
         # One call more than there are slots, the first time: then the child's allocator holds every buffer that it will need.
         few = min(WARM_UP, len(names) + 1) if child in self._warm else len(names) + 1
-        child.request("slice", timeout_s=self.timeout_s, slots=names, calls=count if graph else few, graph=graph)
+        with self._spent():
+            child.request("slice", timeout_s=self.timeout_s, slots=names, calls=count if graph else few, graph=graph)
         self._warm.add(child)
         if self.once:
             self.restore()
