@@ -1,5 +1,5 @@
 """The benchmarks of the evaluator, as far as they run without a GPU: the usual scheme on the CPU and in Triton's interpreter,
-real compilation, the order of work and its resumption on the stand-in of test_supervisor, and the arithmetic of summaries."""
+real compilation, the order of work and its resumption on the stand-in of host_gpu, and the arithmetic of summaries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 from conftest import KERNEL, ROOT, TASK
-from test_supervisor import host, wait  # noqa: F401  (host stands in for the GPU in every test of this file)
+from host_gpu import host, wait  # noqa: F401  (host stands in for the GPU in every test of this file)
 
 from benchmarks import evaluator, results, rows, timing, usual
 from benchmarks.candidates import BREAKS, Candidate, candidates, compile_all, one_cache, prepared, target_of
