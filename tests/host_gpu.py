@@ -1,5 +1,5 @@
-"""A stand-in for the GPU: buffers in host memory, children in this process, a clock that stands still unless a "kernel" (`wait`) or
-a request moves it. The supervisor on top of it is the product's own.
+"""A stand-in for the GPU: buffers in host memory, children in this process, a clock that stands still unless a "kernel" (`wait`)
+or a request moves it. The supervisor on top of it is the product's own.
 """
 
 from __future__ import annotations
