@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from cluster.faults import Unexpected, first_line
+from cluster.flow import PARTS
 from cluster.workshop import Workshop
 from kernelband import search
 from kernelband.candidate import identity
@@ -61,7 +62,7 @@ def result_from(judgement: Judgement, facts: dict[str, float], load: dict[str, f
         log_speedup=judgement.log_speedup, low=judgement.low, high=judgement.high, sd=judgement.sd,
         level=judgement.level, facts=facts, load=load, rung=rung, checks=judgement.checks,  # type: ignore[arg-type]
         gain=judgement.gain, bound=judgement.bound if math.isfinite(judgement.bound) else 0.0, floor=judgement.floor,
-        graph=judgement.graph, ran=judgement.ran,
+        graph=judgement.graph, ran=judgement.ran, tuned=judgement.tuned,
     )
 
 
@@ -173,7 +174,7 @@ class Driver:
         judgement = await _stage(self.shop.judge(name, written.source, compiled, incumbent, incumbent_source,
                                                  result.log_speedup))
         costs |= {stage: self._cost(seconds) for stage, seconds in judgement.costs.items()}
-        costs["waited"] = self._cost(max(0.0, time.monotonic() - started - sum(costs.values())))
+        costs["waited"] = self._cost(max(0.0, time.monotonic() - started - sum(v for k, v in costs.items() if k not in PARTS)))
         if judgement.kind != "measured":
             return PullEnded(**said, kind=judgement.kind, detail=judgement.detail, costs=costs)  # type: ignore[arg-type]
         facts, load, rung = self.shop.profile(compiled, judgement)

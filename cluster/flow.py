@@ -12,9 +12,9 @@ RECENT, ENOUGH = 16, 4
 """Of so many outcomes the costs are averaged, and how many there must be."""
 
 BEFORE = frozenset({"write", "compile"})
-"""Stages before a judge; all others but these and ASIDE are a judge's."""
+"""Stages before a judge; all others but these and PARTS are a judge's."""
 
-ASIDE = frozenset({"waited", "kernels"})
+PARTS = frozenset({"waited", "kernels", "tune"})
 """Costs that are parts of others, or of nobody's work."""
 
 
@@ -35,6 +35,6 @@ def wanted(outcomes: Iterable[PullEnded], judges: int, compilers: int, pulls: in
     if len(judged) < ENOUGH:
         return few
     before = statistics.fmean(sum(v for k, v in one.items() if k in BEFORE) for one in judged)
-    at = statistics.fmean(sum(v for k, v in one.items() if k not in BEFORE | ASIDE) for one in judged)
+    at = statistics.fmean(sum(v for k, v in one.items() if k not in BEFORE | PARTS) for one in judged)
     ideal = math.ceil(judges * (1 + before / max(at, 1e-3))) + 2
     return max(few, min(ideal, compilers + 2 * judges + 1, max(few, pulls // 4)))

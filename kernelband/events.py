@@ -60,7 +60,8 @@ class Result(_Event):
     Of a measured final result: gain says whether it counts as a gain; bound: the lower bound of log_speedup used for that,
     one-sided at 99 % and corrected for the number screened; floor: what identical code seemed to gain (a share); graph: case ->
     microseconds of (baseline, candidate) in a CUDA graph, for calls that are mostly launch; ran: least share of the device's
-    time over timed cases that kernels of its own, of vendor libraries, of torch, and copies had, from a CUPTI trace.
+    time over timed cases that kernels of its own, of vendor libraries, of torch, and copies had, from a CUPTI trace. tuned:
+    autotuned kernel and key -> the configuration that was timed.
     """
 
     times: dict[str, CaseTime]
@@ -78,6 +79,7 @@ class Result(_Event):
     floor: float = 0.0
     graph: dict[str, tuple[float, float]] = {}
     ran: dict[str, float] = {}
+    tuned: dict[str, str] = {}
 
 
 class RunStarted(_Event):

@@ -21,7 +21,7 @@ from kernelband.events import PullEnded, PullOrdered, Resumed, Revised, RunEnded
 from kernelband.report import charts, html, lineage, markup, story
 from policies import make, rules
 
-RECORDED = ROOT / "benchmarks" / "results" / "examples-runs"
+RECORDED = ROOT / "tests" / "data"
 SOURCE = (ROOT / "examples" / "softmax" / "kernel.py").read_text()
 HOSTILE = ("</script><img src=x onerror=\"window.hacked=1\"><script>window.hacked=1</script><!--<script> ${x} $title "
            "\u202e\x1b[31m")

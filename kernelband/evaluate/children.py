@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kernelband.errors import RunFailed
 from kernelband.evaluate.binaries import deliver_cache
@@ -35,6 +36,17 @@ def alive(child: Child) -> bool:
     return True
 
 
+TUNES = "autotune"
+"""What a source that tunes itself has in its text."""
+
+
+def _choice(one: Any) -> bool:
+    """Whether a child's word on one choice has the form that it should have."""
+    return (isinstance(one, dict) and isinstance(one.get("kernel"), str) and isinstance(one.get("key"), list)
+            and isinstance(one.get("config"), int) and one["config"] >= 0
+            and all(part is None or isinstance(part, (bool, int, float, str)) for part in one["key"]))
+
+
 class Children:
     """entry: name of the entry point. bind: opens the buffers of the timed cases in a child."""
 
@@ -46,6 +58,8 @@ class Children:
         """Bytes of GPU memory that each child takes at its start, for results."""
         self.sides: dict[str, Child] = {}
         self.sources: dict[str, tuple[str, Path | None]] = {}
+        self.tuned: dict[str, list[dict[str, Any]]] = {}
+        """Source -> what its autotuned kernels chose in the child that was checked; later children take the same."""
         self._spare: Child | None = None
         self._starting: threading.Thread | None = None
         self._ending: list[threading.Thread] = []
@@ -97,10 +111,24 @@ class Children:
             if cache is not None:
                 give(cache, Path(child.workdir))
             child.request("load", timeout_s=self.timeout_s, source=source, entry=self.entry)
+            if self.tuned.get(source):
+                child.request("choose", timeout_s=self.timeout_s, tuned=self.tuned[source])
         except BaseException:
             child.kill()
             raise
         return child
+
+    def learn(self, child: Child, source: str) -> tuple[dict[str, str], float]:
+        """Ask a child that has been through all cases what its autotuned kernels chose: (kernel and key -> configuration,
+        seconds). Raises CandidateError or ChildDied."""
+        if TUNES not in source:
+            return {}, 0.0
+        said = child.request("tuned", timeout_s=self.timeout_s)
+        found = [one for one in said["tuned"] if _choice(one)] if isinstance(said.get("tuned"), list) else []
+        self.tuned.setdefault(source, found)
+        seconds = said.get("seconds")
+        spent = float(seconds) if isinstance(seconds, (int, float)) and 0 <= seconds < 1e6 else 0.0
+        return {f"{one['kernel']}{one['key']}": str(one.get("text", ""))[:200] for one in found}, spent
 
     def plain(self) -> Child:
         """A child without a context, for a tool that makes its own. Raises Refused("infra")."""

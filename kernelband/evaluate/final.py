@@ -222,6 +222,7 @@ class Final:
             owner.open(child, *roles)
             owner.check(child, self.judgement, *roles)
             if first:
+                self.judgement.tuned, _ = guarded(owner.children.learn, child, self.source)
                 owner.checks.repeat(child, self.judgement, owner.names("timed"))
             told, times = {}, {}
             for bench in owner.timed():

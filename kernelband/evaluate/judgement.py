@@ -36,7 +36,7 @@ class Judgement:
     """kind: an outcome kind of events.py. layer: which of LAYERS said so, for all but 'measured'. times: case -> (us a call,
     low, high, samples). log_speedup and its interval and s.d.: natural log of baseline time over candidate time. load: share
     of each resource's peak, rung: where it comes from if it was measured, counters: what else ncu said. costs: seconds.
-    rates: what the GPU itself does at most (rates.py), with the baseline only.
+    rates: what the GPU itself does at most (rates.py), with the baseline only. tuned: autotuned kernel and key -> what it chose.
 
     Of a final one: gain says whether it counts as a gain, bound is the lower bound (log) that was used for it, floor what
     identical code seemed to gain (a share); graph: case -> microseconds of (baseline, candidate) in a CUDA graph; ran: least
@@ -61,6 +61,7 @@ class Judgement:
     bound: float = 0.0
     floor: float = 0.0
     graph: dict[str, tuple[float, float]] = field(default_factory=dict)
+    tuned: dict[str, str] = field(default_factory=dict)
     ran: dict[str, float] = field(default_factory=dict)
 
 

@@ -137,6 +137,7 @@ class Supervisor:
             self.children.sides[name] = child
             self.open(child, "check", "held_out")
             self.check(child, judgement, "check", "held_out")
+            judgement.tuned, _ = guarded(self.children.learn, child, source)
             for bench in self.timed():
                 bench.refill()
                 guarded(bench.calibrate, child)
@@ -240,7 +241,10 @@ class Supervisor:
             lap("open")
             self.children.prepare()  # not before the buffers are open: the driver does one such thing at a time
             self.check(child, judgement, "check")
+            judgement.tuned, spent = guarded(self.children.learn, child, source)
             lap("verify")
+            if spent:
+                judgement.costs["tune"] = round(spent, 4)
             self.children.settle()
             self.children.know(incumbent, incumbent_source, incumbent_cache)
             best, best_sd = self.known.setdefault(incumbent, (incumbent_log, 0.02))

@@ -157,6 +157,7 @@ def facts(story: Story, pull: int) -> list[list[str]]:
                          + (f" (seen by: {result.rung})" if result.rung else "")])
         if result.ran:
             rows.append(["device time", ", ".join(f"{k} {v:.0%}" for k, v in sorted(result.ran.items()))])
+        rows += [[f"tuned {where}", chosen] for where, chosen in sorted(result.tuned.items())]
         if result.checks:
             odd = {k: v for k, v in sorted(result.checks.items()) if v != "pass"}
             rows.append(["checks", f"{len(result.checks) - len(odd)} passed" + "".join(f"; {k}: {v}" for k, v in odd.items())])

@@ -240,7 +240,7 @@ def spend(story: Story, drawn: set[str]) -> Markup:
     for pull, out in state.outcomes.items():
         by[state.orders[pull].strategy].append(out)
     stages = [[name, f"{value:.1f}", f"{value / max(1, len(state.outcomes)):.2f}"] for name, value in total.items() if value]
-    each = [[name, len(outs), f"{sum(v for o in outs for k, v in o.costs.items() if k not in ('waited', 'kernels')):.1f}"]
+    each = [[name, len(outs), f"{sum(v for o in outs for k, v in o.costs.items() if k not in ('waited', 'kernels', 'tune')):.1f}"]
             for name, outs in sorted(by.items())]
     return Markup(tag("h2", "Spend") + pairs(rows) + tag("h2", "By stage")
                   + table(["stage", "seconds", "a pull"], stages, numbers=(1, 2))

@@ -128,6 +128,8 @@ def header(state: State, name: str) -> str:
                   for case, t in sorted(result.times.items())]
         lines += [f"  {case}: {own:.1f} us in a CUDA graph, the baseline {base:.1f} us"
                   for case, (base, own) in sorted(result.graph.items())]
+        lines += [" ".join(f"  {where} was timed with {chosen}, which it chose itself".split())
+                  for where, chosen in sorted(result.tuned.items())]
     lines += [f"  {step}" for step in lineage(state, name)]
     lines += ["Versions: " + ", ".join(f"{k} {v}" for k, v in sorted(state.start.versions.items())) + "."]
     return "".join(f"# {line}\n" for line in lines)

@@ -10,6 +10,7 @@ import cudrv
 import serve
 import toolrun
 import torch
+import tuning
 
 _slots: dict[str, list[tuple[str, Any]]] = {}
 _outputs: dict[str, list[tuple[dict[str, Any], torch.Tensor]]] = {}
@@ -30,6 +31,7 @@ def _open(spec, fds):
 def start(request, fds):
     """Make the context, so that its cost does not fall into anything that is timed, and take `reserve` bytes from the driver for
     later results: asking it for memory beside another process's start takes long."""
+    tuning.start()
     torch.cuda.init()
     torch.cuda.set_device(0)
     torch.zeros(1, device="cuda")
@@ -165,4 +167,4 @@ def profile(request, fds):
 
 
 OPS = {"start": start, "bind": bind, "call": call, "slice": slice_, "deliver": deliver, "drop": drop, "ablate": ablate,
-       "tool": toolrun.tool, "profile": profile}
+       "tool": toolrun.tool, "profile": profile, **tuning.OPS}
