@@ -164,13 +164,14 @@ def target_of(peaks: Peaks, gpu: str) -> Target:
 
 
 def compile_all(sources: dict[str, str], entry: str, cases: Sequence[CaseLike], target: Target, store: Path, jobs: int,
-                say: Callable[[str], None] = lambda text: None) -> dict[str, Compiled]:
-    """Compile sources (by name) in up to `jobs` sandboxed processes at a time; results by name. store: the kept cache."""
+                say: Callable[[str], None] = lambda text: None, timeout_s: float = 300) -> dict[str, Compiled]:
+    """Compile sources (by name) in up to `jobs` sandboxed processes at a time; results by name. store: the kept cache.
+    timeout_s: for one source."""
     own, made, lock = threading.local(), [], threading.Lock()
 
     def one(item: tuple[str, str]) -> tuple[str, Compiled]:
         if not hasattr(own, "compiler"):
-            own.compiler = Compiler(store, timeout_s=300)
+            own.compiler = Compiler(store, timeout_s=timeout_s)
             with lock:
                 made.append(own.compiler)
         return item[0], own.compiler.compile(item[1], entry, cases, target)

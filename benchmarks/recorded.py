@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -168,3 +170,15 @@ def _draw(tensor: dict[str, Any], generator: torch.Generator) -> torch.Tensor:
         laid[one].copy_(value[one])
         return laid
     return laid.copy_(value)
+
+
+def chosen(path: Path, seed: int) -> list[dict[str, Any]]:
+    """Records with a source, in an order that the seed fixes. Raises SystemExit for a file of another form."""
+    try:
+        records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        found = [r for r in records if source_of(r)]
+        random.Random(seed).shuffle(found)
+        return found
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise SystemExit(f"{path} is not a file of kernels with recorded calls ({type(error).__name__}: {error}); see the head "
+                         f"of benchmarks/rewriter.py for what it must hold") from None

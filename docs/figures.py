@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 from kernelband import journal
 from kernelband.evaluate.judgement import LAYERS
 from kernelband.search import State, fold
+from kernelband.writers.rewriter import FAMILIES
 
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- table: {} -->", "<!-- end -->"
@@ -120,6 +121,65 @@ def layers_table() -> str:
     return "\n".join(["| layer | what it looks at |", "|---|---|", *(f"| `{name}` | {what} |" for name, what in LAYERS.items())])
 
 
+def model_table(data: dict) -> str:
+    """docs/model.md: order, error and blind spots of the modelled device."""
+    summary, tables = data["summary"], data["tables"]
+    lines: list[str] = []
+
+    def number(row: dict, key: str, form: str) -> str:
+        return format(row[key], form) if key in row else ""
+
+    def table(head: list[str], rows: list[list[str]]) -> None:
+        lines.extend([f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1),
+                      *(f"| {' | '.join(row)} |" for row in rows), ""])
+
+    whole = {**summary, "task": "all"}
+    if "overall_spearman" in summary:
+        whole["rho"] = summary["overall_spearman"]
+    table(["task", "variants", "rho (95 %)", "best measured", "the model's first", "kept by its first", "error of µs",
+           "error of speed-up", "coverage"],
+          [[r["task"], f"{r['variants']:.0f}",
+            number(r, "rho", ".2f") + (f" ({r['low']:.2f} to {r['high']:.2f})" if "low" in r else ""),
+            number(r, "best", ".2f"), number(r, "first", ".2f"), number(r, "top1", ".0%"), number(r, "us_error", ".2f"),
+            number(r, "speedup_error", ".2f"), number(r, "coverage", ".0%")] for r in (*tables["tasks"], whole)])
+    lines += [f"Median over tasks: rho {number(summary, 'median_task_spearman', '.2f')}. {summary['variants']:.0f} variants, "
+              f"measured on {data['device']} (driver {data['gpu'].get('driver', 'unknown')}, torch {data['versions']['torch']}, "
+              f"Triton {data['versions']['triton']}), {data['date']}; {summary['partly']:.0f} more were measured but not "
+              f"predicted on every case. From `benchmarks/results/model.json`.", ""]
+    table(["regime", "points", "error of µs", "modelled over measured µs", "error of speed-up", "coverage"],
+          [[r["regime"].replace("us", "µs"), str(r["points"]), f"{r['us_error']:.2f}", f"{math.exp(r['us_bias']):.2f}",
+            number(r, "speedup_error", ".2f"), f"{r['coverage']:.0%}"] for r in tables["regimes"]])
+    table(["rule family", "steps", "median step, measured", "median step, modelled", "moved the GPU", "of all, unseen",
+           "of moved, same sign"],
+          [[f"`{r['family']}`", str(r["steps"]), f"{math.expm1(r['measured']):+.1%}", f"{math.expm1(r['predicted']):+.1%}",
+            str(r["moved"]), f"{r['unseen']:.0%}", number(r, "agree", ".0%")] for r in tables["families"]])
+    lines += ["What the model does not see:", "", *(f"- *{name}*: {what}" for name, what in tables["blind"].items())]
+    return "\n".join(lines)
+
+
+def rules_table(data: dict) -> str:
+    """One line a family in the order of FAMILIES, and where the numbers come from."""
+    told = {line["family"]: line for line in data["families"]}
+    lines = ["| family | strategy | what it does | where it may | public kernels | compile | agree |",
+             "|---|---|---|---|---:|---:|---:|"]
+    for rule in FAMILIES:
+        one = told[rule.name]
+        ran = one["agreed"] + one["disagreed"]
+        lines.append(f"| `{rule.name}` | {rule.strategy} | {rule.does} | {rule.precondition} | {one['kernels_compiled']} | "
+                     f"{_share(one['compiled'], one['made'])} | {_share(one['agreed'], ran)} |")
+    summary = data["summary"]
+    lines += ["", f"Of {summary['kernels']:.0f} operators of TritonBench-G with a source that compiles (for an H200, without a "
+              f"GPU), {summary['share_3_children']:.1%} get at least three distinct children that compile. *public kernels*: "
+              f"with a child of the family that compiles. *compile*, *agree*: of the children that were drawn, and of those that "
+              f"ran beside their parent in the interpreter (triton {data['versions']['triton']}, {data['date']}); from "
+              f"`benchmarks/results/rewriter.json`."]
+    return "\n".join(lines)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part} of {whole}"
+
+
 def filled(text: str, name: str, table: str) -> str:
     begin = BEGIN.format(name)
     head, _, rest = text.partition(begin)
@@ -133,9 +193,15 @@ def documents() -> dict[Path, str]:
     """Path -> what the file must contain."""
     examples, probe = (json.loads((RESULTS / f"{n}.json").read_text()) for n in ("examples", "probe"))
     runs = [progress(RESULTS / "examples-runs" / f"{t['task']}.journal.jsonl") for t in examples["tasks"]]
-    readme, architecture, verdicts = ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "docs" / "verdicts.md"
+    readme, architecture = ROOT / "README.md", ROOT / "ARCHITECTURE.md"
+    verdicts, rules = ROOT / "docs" / "verdicts.md", ROOT / "docs" / "rules.md"
+    modelled, calibration = ROOT / "docs" / "model.md", RESULTS / "model.json"
+    told = {modelled: filled(modelled.read_text(), "model", model_table(json.loads(calibration.read_text())))} if (
+        calibration.exists()) else {}
     return {
+        **told,
         verdicts: filled(verdicts.read_text(), "layers", layers_table()),
+        rules: filled(rules.read_text(), "rules", rules_table(json.loads((RESULTS / "rewriter.json").read_text()))),
         readme: filled(readme.read_text(), "examples", examples_table(examples)),
         architecture: filled(architecture.read_text(), "probe", probe_table(probe)),
         ROOT / "docs" / "examples.svg": examples_svg(runs),

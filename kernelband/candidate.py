@@ -7,6 +7,7 @@ from (parent, strategy, writer) is what the journal says of the pull that made i
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 
 
@@ -15,6 +16,7 @@ def content_hash(source: str) -> str:
     return hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
+@functools.lru_cache(1024)
 def normal_form(source: str) -> str:
     """The source without comments, doc-strings and formatting: equal forms mean equal programs.
 

@@ -1,8 +1,11 @@
-"""Kernels of the common shapes, as text, for the tests of the rewriter; and calls of each on shapes at block edges."""
+"""Kernels of the common shapes, as text, for the tests of the rewriter; calls of each on shapes at block edges; and sources
+that somebody has mangled."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+from hypothesis import strategies as st
 
 ROOT = Path(__file__).resolve().parents[1]
 SOFTMAX = (ROOT / "examples" / "softmax" / "kernel.py").read_text()
@@ -226,3 +229,51 @@ for job in jobs:
             bad.append([job["description"], call, repr(error)[:500]])
 print("RESULT" + json.dumps({"bad": bad, "runs": len(jobs)}))
 """
+
+# Before it: the interpreter of the evaluator, with a stand-in device of one SM so that programs have to stride, and the first
+# configuration of an autotuned kernel.
+PREPARE = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "kernelband" / "evaluate" / "inside")!r})
+import interpret
+interpret.prepare({{'properties': {{'multi_processor_count': 1}}}}, [])
+"""
+
+SEEDS = [source for source, _ in CASES.values()] + [AUTOTUNED]
+SCRAPS = [
+    "",
+    "    pass",
+    "    x = 1",
+    "        mask = None",
+    "    return",
+    "for i in range(0, N, BLOCK):",
+    ")",
+    "BLOCK = 16",
+    "        n = n + 1",
+    "    pid = tl.program_id(0)",
+    "@triton.jit",
+    "    y = 'text # not a comment'",
+]
+
+
+@st.composite
+def mutated(draw) -> str:
+    """An example source with a few lines deleted, doubled, swapped or replaced, or with two of its words exchanged."""
+    lines = draw(st.sampled_from(SEEDS)).splitlines()
+    for _ in range(draw(st.integers(1, 3))):
+        at, to = draw(st.integers(0, len(lines) - 1)), draw(st.integers(0, len(lines) - 1))
+        kind = draw(st.sampled_from(["delete", "double", "swap", "scrap", "word"]))
+        if kind == "delete":
+            lines[at] = ""
+        elif kind == "double":
+            lines.insert(at, lines[at])
+        elif kind == "swap":
+            lines[at], lines[to] = lines[to], lines[at]
+        elif kind == "scrap":
+            lines.insert(at, draw(st.sampled_from(SCRAPS)))
+        else:
+            words = ["BLOCK", "tl.load", "mask", "range", "64", "0", "pid", "tl.arange", "BLOCK_M", "N", "K", "cols"]
+            old = draw(st.sampled_from(words))
+            new = draw(st.sampled_from([*words, "-1", "(a, *b)", "lambda q: q", "x[0]"]))
+            lines[at] = lines[at].replace(old, new)
+    return "\n".join(lines) + "\n"

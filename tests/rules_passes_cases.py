@@ -66,6 +66,53 @@ def lse(x):
     return o
 '''
 
+# A row in one block: the second reduction waits for the first.
+NORM_BLOCK = HEAD + '''
+@triton.jit
+def norm_block_kernel(X, Y, V, stride, N, CENTRED: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(X + row * stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+    if CENTRED:
+        mean = tl.sum(x, axis=0) / N
+        tl.store(Y + row, mean)
+        xbar = tl.where(cols < N, x - mean, 0.0)
+        var = tl.sum(xbar * xbar, axis=0) / N
+    else:
+        var = tl.sum(x * x, axis=0) / N
+    tl.store(V + row, var)
+
+
+def norm_block(x):
+    rows, n = x.shape
+    y = torch.zeros(rows)
+    v = torch.zeros(rows)
+    norm_block_kernel[(rows,)](x, y, v, x.stride(0), n, True, BLOCK=triton.next_power_of_2(n))
+    return torch.stack([y, v])
+'''
+
+# The same without a mask: lanes beyond the row count too, in the parent and so in the child.
+NORM_LANES = NORM_BLOCK.replace("        xbar = tl.where(cols < N, x - mean, 0.0)\n", "").replace(
+    "tl.sum(xbar * xbar, axis=0)", "tl.sum((x - mean) * (x - mean), axis=0)"
+)
+
+LSE_BLOCK = HEAD + '''
+@triton.jit
+def lse_block_kernel(x_ptr, o_ptr, stride, n, scale, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * stride + cols, mask=cols < n, other=-float("inf")).to(tl.float32) * scale
+    top = tl.max(x, 0)
+    total = tl.log(tl.sum(tl.exp(x - top), 0)) + top
+    tl.store(o_ptr + row, total)
+
+
+def lse_block(x):
+    o = torch.zeros(x.shape[0])
+    lse_block_kernel[(x.shape[0],)](x, o, x.stride(0), x.shape[1], 1.0, BLOCK=triton.next_power_of_2(x.shape[1]))
+    return o
+'''
+
 SUMS = HEAD + '''
 @triton.jit
 def sums_kernel(x_ptr, o_ptr, n, BLOCK: tl.constexpr):
@@ -136,6 +183,8 @@ _HARD = (
     "torch.randn(2, 40).sort(1).values * 300",
 )
 _ROWS = [_WIDE.format(n=n) for n in (0, 1, 15, 16, 17, 48, 50)] + list(_HARD)
+# Around the point from which a row is summed up the parent's way, and far beyond it.
+_FAR = [f"torch.randn(3, 33) + {far}" for far in (0, 1.9, 2.1, 7, 9)] + ["torch.zeros(2, 9)", "torch.full((2, 9), 3e18)"]
 _PLAIN = [f"torch.randn(2, {n})" for n in (0, 1, 255, 256, 257, 700)]
 CALLS: dict[str, tuple[str, list[str]]] = {
     **{name: CASES[name] for name in ("layer_norm", "grouped", "offset_loop", "helper", "add")},
@@ -144,6 +193,9 @@ CALLS: dict[str, tuple[str, list[str]]] = {
     "moments": (MOMENTS, [f"moments({x})" for x in _ROWS]),
     "moments_scalar": (MOMENTS_SCALAR, [f"moments({x})" for x in _ROWS]),
     "logsumexp": (LOGSUMEXP, [f"lse({x})" for x in _ROWS]),
+    "norm_block": (NORM_BLOCK, [f"norm_block({x})" for x in (*_ROWS[1:], *_FAR)]),
+    "norm_lanes": (NORM_LANES, [f"norm_block({x})" for x in (*_ROWS[1:7], *_FAR)]),
+    "lse_block": (LSE_BLOCK, [f"lse_block({x})" for x in (*_ROWS[1:], *_FAR, "torch.randn(2, 40) - 20")]),
     "sums": (SUMS, [f"sums(torch.randn({n}))" for n in (0, 1, 16, 50)]),
     "repeat": (REPEAT, [f"repeat(torch.randn({n}), torch.randn({n}))" for n in (1, 16, 50)]),
     "scaled": (SCALED, [f"scaled(torch.randn(3, {n}), torch.randn(3))" for n in (0, 1, 16, 50)]),

@@ -22,8 +22,6 @@ from kernelband.candidate import normal_form
 from kernelband.evaluate.compile import Compiled, Compiler, Target
 from kernelband.strategies import CATALOGUE
 
-pytestmark = pytest.mark.slow  # the rewriter does not offer these families yet
-
 EXACT = {"cache_hints", "hints", "loop_range"}
 
 @pytest.mark.parametrize("name", ALL)
@@ -110,9 +108,11 @@ def test_offsets_from_a_multiple_are_promised():
     wrapped = "tl.max_contiguous(tl.multiple_of(pid * BLOCK + tl.arange(0, BLOCK), BLOCK), BLOCK)"
     said = "promise that offs is contiguous from a multiple of BLOCK in add_kernel"
     assert change("hints", ADD, said) == [f"offs = {wrapped}"]
-    said = [text for text, _ in children("hints", NESTED)]
-    assert "promise that cols is contiguous from a multiple of BLOCK in nested_kernel" in said  # a loop by hand
-    assert "promise that start is a multiple of BLOCK in nested_kernel" in said
+    ((said, child),) = children("hints", NESTED)
+    assert "cols is contiguous from a multiple of BLOCK" in said  # a loop by hand
+    assert "start is a multiple of BLOCK" in said and "start = tl.multiple_of(start, BLOCK)" in child
+    rest = ADD.replace("pid * BLOCK + tl", "(n - n % BLOCK) + tl")
+    assert "tl.multiple_of((n - n % BLOCK) + tl.arange(0, BLOCK), BLOCK)" in children("hints", rest)[0][1]
 
 
 @pytest.mark.parametrize(
@@ -154,13 +154,12 @@ def test_a_start_that_another_assignment_shifts_is_not_promised():
 # --- arithmetic -----------------------------------------------------------------------------------------------------
 
 
-def test_exponentials_logarithms_and_roots():
+def test_exponentials_and_roots():
     assert change("math", SOFTMAX, "exp -> exp2 in softmax_kernel") == [
         "row_sum += tl.sum(tl.exp2((x - row_max) * 1.4426950408889634), axis=0)",
         "y = tl.exp2((x - row_max) * 1.4426950408889634) / row_sum",
     ]
-    line = "tl.store(lse_ptr + rows, m_i + (tl.log2(l_i) * 0.6931471805599453), mask=rows < M)"
-    assert change("math", ATTEND, "log -> log2 in attend_kernel") == [line]
+    assert not any("log" in said for said, _ in children("math", ATTEND))  # tl.log is log2 and a product already
     line = "rstd = tl.rsqrt(tl.sum(_var, axis=0) / N + eps)"
     assert change("math", LAYER_NORM, "division by a square root -> rsqrt in norm_kernel") == [line]
     line = "total = total * tl.rsqrt(1.0 + tl.load(x_ptr + cols, mask=cols < n, other=0.0))"
@@ -318,7 +317,7 @@ def semantics(tmp_path_factory) -> dict:
 
 
 def test_every_child_computes_what_its_parent_computes(semantics):
-    assert semantics["runs"] > 50
+    assert semantics["runs"] > 40
     assert semantics["bad"] == []
 
 
@@ -356,6 +355,7 @@ def compiled(compiler: Compiler, name: str, source: str) -> Compiled:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_children_compile_for_a_gpu(compiler, name):
     source = EXAMPLES[name][0]

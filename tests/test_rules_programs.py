@@ -21,6 +21,7 @@ from rewriter_cases import (
     HELPER,
     MATMUL,
     OFFSET_LOOP,
+    PREPARE,
     ROOT,
     RUNNER,
     SOFTMAX,
@@ -32,8 +33,6 @@ from kernelband.evaluate.compile import Compiler, Target
 from kernelband.writers.rewriter import autotune, persistent, rows_per_program
 from kernelband.writers.rewriter.kernels import Source
 from kernelband.writers.rewriter.rule import Child, Rule
-
-pytestmark = pytest.mark.slow  # the rewriter does not offer these families yet
 
 RULES = (autotune.RULE, persistent.RULE, rows_per_program.RULE)
 
@@ -274,11 +273,6 @@ def test_configs_that_cannot_be_read_are_left_in_words(old, new, why):
 
 # --- children compute what their parents compute --------------------------------------------------------------------
 
-# The interpreter of the evaluator: a stand-in device of one SM, and the first configuration of an autotuned kernel.
-PREPARE = "import sys\nsys.path.insert(0, {inside!r})\nimport interpret\n" \
-          "interpret.prepare({{'properties': {{'multi_processor_count': 1}}}}, [])\n"  # fmt: skip
-
-
 def step(rule: Rule, text: str) -> list[Child]:
     """Children; of autotuned ones, each configuration in turn, as only the first would run."""
     found = list(made(rule, text))
@@ -312,8 +306,7 @@ def semantics(tmp_path_factory) -> dict:
             job = {"parent": str(parent), "child": str(child), "calls": calls, "exact": exact}
             jobs.append({**job, "description": f"{name}: {text}"})
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    inside = str(ROOT / "kernelband" / "evaluate" / "inside")
-    (folder / "runner.py").write_text(PREPARE.format(inside=inside) + RUNNER)
+    (folder / "runner.py").write_text(PREPARE + RUNNER)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(folder / "runner.py"), str(folder / "jobs.json")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
@@ -348,6 +341,7 @@ EXAMPLES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_children_of_the_examples_compile_for_sm_90(name: str, tmp_path: Path):
     source, args, entry = EXAMPLES[name]

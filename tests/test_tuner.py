@@ -352,5 +352,5 @@ def test_a_seed_means_the_same_search_with_two_writers_and_a_resumed_one_has_its
     done = command("resume", tmp_path / "two", address=ray_address)
     assert done.returncode == 0, done.stderr
     again = of("two")
-    assert [e.pull for e in again if isinstance(e, PullEnded)] == list(range(1, 9))
+    assert len([e for e in again if isinstance(e, PullEnded) and e.kind != "not_applicable"]) == 8  # that costs no pull
     assert not [e for e in again if isinstance(e, PullEnded) and e.kind in ("write_failed", "infra", "duplicate")]

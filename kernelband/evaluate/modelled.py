@@ -46,6 +46,9 @@ MOVING = frozenset({"copy_", "clone", "_to_copy", "contiguous", "cat", "stack", 
 VENDOR = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "_scaled_mm", "_int_mm", "convolution"})
 """Operations as torch's dispatcher names them, whatever a candidate calls them."""
 
+Traced = list[tuple[Mapping[str, Any], Mapping[str, Any] | None]]
+"""Launches of one call as `model.predict` takes them: (trace, compiled facts or None)."""
+
 
 class Checks:
     """Every check of one candidate in its child. Refused is raised at the first that fails; `judgement.checks` names them all.
@@ -277,17 +280,40 @@ class ModelledJudge:
 
     # -- time -----------------------------------------------------------------------------------------------------
 
-    def _time(self, child: Child, judgement: Judgement, name: str, launches: Sequence[Any]) -> None:
-        if not launches and self._judges_work():
-            raise Refused("not_a_kernel", f"{name}: no kernel of its own was launched", "what_ran")
+    def predict(self, source: str, facts: Mapping[str, Sequence[Any]]) -> dict[str, tuple[model.Prediction, Traced] | Refused]:
+        """What the model says of each timed case that has compiled launches, and of which launches; nothing is verified here.
+
+        Each case is traced in a process of its own; for one that cannot be traced the Refused says why.
+        """
+        told: dict[str, tuple[model.Prediction, Traced] | Refused] = {}
+        for name, launches in facts.items():
+            if name not in self.specs:
+                continue
+            try:
+                with self._child(source) as child:
+                    told[name] = self._said(child, name, launches)
+            except Refused as no:
+                told[name] = no
+            except (CandidateError, ChildDied) as err:
+                told[name] = refusal(err)
+        return told
+
+    def _said(self, child: Child, name: str, launches: Sequence[Any], own_work: bool = False) -> tuple[model.Prediction, Traced]:
+        """Trace one timed case and price it. own_work: refuse a call whose work torch does."""
         reply = child.request("trace", timeout_s=self.timeout_s, args=self.specs[name].args, max_programs=8)
         try:
-            if self._judges_work("vendor"):
+            if own_work:
                 self._own_work(name, reply["launches"])
-            said = model.predict(self.peaks, model.pair(reply["launches"], [f.to_json() for f in launches]))
+            pairs = model.pair(reply["launches"], [f.to_json() for f in launches])
+            return model.predict(self.peaks, pairs), pairs
         except (AttributeError, KeyError, TypeError, ValueError) as err:
             raise Refused("timing_inconsistent", f"{name}: what was traced and what was compiled do not fit together: {err}",
                           "events") from None
+
+    def _time(self, child: Child, judgement: Judgement, name: str, launches: Sequence[Any]) -> None:
+        if not launches and self._judges_work():
+            raise Refused("not_a_kernel", f"{name}: no kernel of its own was launched", "what_ran")
+        said, _ = self._said(child, name, launches, own_work=self._judges_work("vendor"))
         if "physics" not in self.off:
             self._believable(name, said.us)
         judgement.times[name] = (said.us, said.low, said.high, 1)

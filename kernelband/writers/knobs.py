@@ -16,9 +16,11 @@ from math import prod
 import libcst as cst
 
 from kernelband.candidate import identity
-from kernelband.writers.rewriter import _parse, block_sizes, launch_params, program_order
+from kernelband.writers.rewriter import parse
 from kernelband.writers.rewriter.kernels import Knob, Launch, Source
+from kernelband.writers.rewriter.launch_params import add_keyword
 from kernelband.writers.rewriter.tree import Change
+from kernelband.writers.rewriter.tunables import DEFAULTS, bounds, group_sizes, most_elements, option_obstacle, tiles
 
 Values = tuple[int, ...]
 """One value for each setting of a space, in its order."""
@@ -59,8 +61,7 @@ class _Block:
 
     def fits(self, values: Values) -> bool:
         sizes = sorted((values[i] for i in self.places), reverse=True)
-        most = block_sizes._MOST_DOT_ELEMENTS if self.dot else block_sizes._MOST_ELEMENTS
-        return prod(sizes[:2] if self.dot else sizes) <= most
+        return prod(sizes[:2] if self.dot else sizes) <= most_elements(self.dot)
 
 
 class Space:
@@ -80,9 +81,8 @@ class Space:
         self.skeleton = identity(self._bare())
 
     def _find_tiles(self) -> None:
-        for tile in block_sizes._tiles(self._source)[0]:
-            low, high = ((block_sizes._SMALLEST_DOT, block_sizes._LARGEST_DOT) if tile.dot
-                         else (block_sizes._SMALLEST, block_sizes._LARGEST))
+        for tile in tiles(self._source)[0]:
+            low, high = bounds(tile)
             place, value = len(self.settings), tile.knob.value
             values = {v for v in _powers(low, high) if value <= v * REACH and v <= value * REACH} | {value}
             where = " and ".join(tile.kernels)
@@ -96,7 +96,7 @@ class Space:
     def _find_groups(self) -> None:
         taken = {node for nodes in self._nodes.values() for node in nodes}
         for kernel in self._source.kernels.values():
-            for name, knob in program_order._group_sizes(self._source, kernel):
+            for name, knob in group_sizes(self._source, kernel):
                 if knob.node in taken or knob.value < 1:
                     continue
                 self._nodes[len(self.settings)] = [knob.node]
@@ -107,9 +107,9 @@ class Space:
     def _find_options(self) -> None:
         for launch in self._source.launches:
             for option, legal in _OPTIONS.items():
-                if launch_params._obstacle(self._source, launch, option):
+                if option_obstacle(self._source, launch, option):
                     continue
-                value, arg = launch_params._OPTIONS[option][1], launch.args.get(option)
+                value, arg = DEFAULTS[option], launch.args.get(option)
                 if arg is not None:
                     knob = self._source.trace(arg.value, launch.scopes, option)
                     if not isinstance(knob, Knob) or knob.value < 1:
@@ -178,7 +178,7 @@ class Space:
 
 def read(source: str) -> Space | str:
     """The space around a source, or in words why it has none. Never raises."""
-    parsed = _parse(source)
+    parsed = parse(source)
     if isinstance(parsed, str):
         return parsed
     space = Space(parsed)
@@ -206,7 +206,7 @@ def _combinations(legal: list[tuple[int, ...]], here: list[int], few: bool) -> I
 def _with_keywords(call: cst.CSTNode, values: Mapping[str, int]) -> cst.CSTNode:
     assert isinstance(call, cst.Call)
     for name, value in values.items():
-        call = launch_params.add_keyword(call, name, cst.Integer(str(value)))
+        call = add_keyword(call, name, cst.Integer(str(value)))
     return call
 
 

@@ -151,4 +151,10 @@ def _pruned(source: Source, kernel: Kernel, launches: list[Launch], tuned: Tuned
     return children
 
 
-RULE = Rule("autotune", "pipeline", "configs that can be read off the text, or a kernel that may run twice", apply)
+RULE = Rule(
+    "autotune",
+    "pipeline",
+    "one config frozen, configs added near one that is there, half of them left out; a few configs for a kernel without any",
+    "configs that can be read off the text, or a kernel that may run twice on the same arguments",
+    apply,
+)

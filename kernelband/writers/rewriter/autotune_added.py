@@ -11,8 +11,7 @@ from math import prod
 
 import libcst as cst
 
-from kernelband.writers.rewriter.block_sizes import Tile, _tiles
-from kernelband.writers.rewriter.configs import DEFAULTS, Config, spelled
+from kernelband.writers.rewriter.configs import Config, spelled
 from kernelband.writers.rewriter.kernels import (
     Kernel,
     Knob,
@@ -28,6 +27,7 @@ from kernelband.writers.rewriter.rerun import counts, unsafe
 from kernelband.writers.rewriter.rule import Child
 from kernelband.writers.rewriter.tiles import has_dot
 from kernelband.writers.rewriter.tree import Change, children
+from kernelband.writers.rewriter.tunables import DEFAULTS, Tile, tiles
 
 _SMALLEST, _SMALLEST_DOT, _LARGEST_DOT = 16, 16, 256
 _MOST_ELEMENTS, _MOST_DOT_ELEMENTS = 1 << 14, 1 << 15
@@ -88,6 +88,8 @@ def _check(source: Source, kernel: Kernel, launch: Launch) -> None:
         raise Declined("has triton.heuristics, whose values may depend on the sizes")
     if launch.opaque:
         raise Declined("is launched with *args or **kwargs")
+    if any(arg.keyword is None for arg in launch.call.args[len(kernel.params) :]):
+        raise Declined("is launched with more arguments than it takes")
     if "triton" not in source.bindings(source.module):
         raise Declined("is in a module that does not import triton by its name")
     own = {launch.call.func.value, kernel.node.name}  # type: ignore[attr-defined]
@@ -131,12 +133,12 @@ def _decorated(source: Source, kernel: Kernel, configs: list[Config], key: list[
 
 def _free_tiles(source: Source, kernel: Kernel, launch: Launch) -> list[Tile]:
     """Tile sizes of this launch that nothing but the launch and its grid depends on."""
-    tiles, _ = _tiles(source)
+    known, _ = tiles(source)
     grid = _grid_value(source, launch)
-    knobs = {tile.knob.node for tile in tiles}
+    knobs = {tile.knob.node for tile in known}
     scope = launch.scopes[0]
     found = []
-    for tile in tiles:
+    for tile in known:
         if len(tile.places) != 1 or tile.places[0][0] is not launch:
             continue
         param = tile.places[0][1]

@@ -125,4 +125,10 @@ def _child(source: Source, kernel: Kernel, group: list[Site], keyword: str, valu
     return f"{value} on {count} of {what} in {kernel.name}", source.edit(changes)
 
 
-RULE = Rule("cache_hints", "access_layout", "a load or store without a cache hint", apply)
+RULE = Rule(
+    "cache_hints",
+    "access_layout",
+    "an eviction policy or cache modifier for data that is read once, shared, read again or written",
+    "a load or store without a cache hint, in a kernel that no other calls",
+    apply,
+)

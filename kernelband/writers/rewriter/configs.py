@@ -16,10 +16,10 @@ import libcst as cst
 
 from kernelband.writers.rewriter.kernels import Kernel, Source, argument, as_ast, code, dotted
 from kernelband.writers.rewriter.looped import Declined
+from kernelband.writers.rewriter.tunables import DEFAULTS
 
 _POSITIONAL = ("kwargs", "num_warps", "num_stages", "num_ctas", "maxnreg")
 _MOST = 200
-DEFAULTS = {"num_warps": 4, "num_stages": 3}
 
 
 @dataclass(frozen=True)

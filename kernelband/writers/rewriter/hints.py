@@ -30,7 +30,10 @@ class Block:
 
 
 def apply(source: Source) -> tuple[list[Child], list[str]]:
-    """Children with promises about one block of offsets, about all of a kernel, or about one loop variable."""
+    """One child a kernel, with all that can be promised about its offsets and loop variables.
+
+    One only: what the text proves, Triton's own analysis mostly finds as well, and a promise that it knew changes nothing.
+    """
     found: list[Child] = []
     words: list[str] = []
     name = language(source)
@@ -41,23 +44,17 @@ def apply(source: Source) -> tuple[list[Child], list[str]]:
         facts = Facts(source, kernel, name)
         blocks, why = facts.blocks()
         words += why
-        labels = [block.label for block in blocks]
-        for index, block in enumerate(blocks):
-            total, number = labels.count(block.label), labels[: index + 1].count(block.label)
-            which = f"{block.label} ({number} of {total})" if total > 1 else block.label
-            text = f"promise that {which} is contiguous from a multiple of {block.size} in {kernel.name}"
-            found.append((text, source.edit(_promise(name, [block]))))
-        if len(blocks) > 1:
-            text = f"promise that {len(blocks)} blocks of offsets are contiguous from a multiple in {kernel.name}"
-            found.append((text, source.edit(_promise(name, blocks))))
+        said = [f"{block.label} is contiguous from a multiple of {block.size}" for block in blocks]
+        changes = _promise(name, blocks)
         for loop, size in facts.loops():
-            assert isinstance(loop.target, cst.Name) and isinstance(loop.body, cst.IndentedBlock)
+            assert isinstance(loop.target, cst.Name)
             variable = loop.target.value
             line = cst.parse_statement(f"{variable} = {name}.multiple_of({variable}, {size})")
-            body = loop.body.with_changes(body=[line, *loop.body.body])
-            text = f"promise that {variable} is a multiple of {size} in {kernel.name}"
-            found.append((text, source.edit({loop.body: body})))
-        if not blocks and not why:
+            changes[loop.body] = lambda body, line=line: body.with_changes(body=[line, *body.body])  # type: ignore
+            said.append(f"{variable} is a multiple of {size}")
+        if said:
+            found.append((f"promise that {' and '.join(dict.fromkeys(said))} in {kernel.name}", source.edit(changes)))
+        elif not why:
             words.append(f"{kernel.name} has no block of offsets that starts at a multiple of its size")
     return found, words
 
@@ -103,7 +100,7 @@ class Facts:
                 sizes = [(part, size) for sign, part in terms if sign > 0 and (size := self._arange(part)) is not None]
                 if len(sizes) == 1:
                     part, size = sizes[0]
-                    rest = [other for _, other in terms if other is not part]
+                    rest = _without_rests([term for term in terms if term[1] is not part], size)
                     short = labels.get(node) or normal(node)
                     if all(self.multiple(other, size) and self.flow.scalar(other) for other in rest):
                         found.append(Block(node, size, short))
@@ -152,6 +149,8 @@ class Facts:
             if isinstance(node.operator, cst.Multiply):
                 whole = not any(isinstance(part, (cst.Float, cst.Divide)) for part in walk(node))
                 return whole and (also(node.left) or also(node.right))
+            if isinstance(node.operator, cst.Subtract) and _rest(node.right, node.left, size):
+                return True
             return isinstance(node.operator, (cst.Add, cst.Subtract)) and also(node.left) and also(node.right)
         if isinstance(node, cst.UnaryOperation):
             return isinstance(node.operator, cst.Minus) and also(node.expression)
@@ -210,6 +209,12 @@ class Facts:
         return self.multiple(write.value, size, seen)
 
 
+def _rest(node: cst.CSTNode, of: cst.CSTNode, size: str) -> bool:
+    """Whether the node is `of % size`: what is left without it is a multiple, which Triton itself does not see."""
+    whole = isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Modulo)
+    return whole and normal(node.left) == normal(of) and normal(node.right) == size  # type: ignore[attr-defined]
+
+
 def _divides(node: cst.CSTNode) -> bool:
     return isinstance(node, cst.AugAssign) and isinstance(node.operator, cst.DivideAssign)
 
@@ -220,6 +225,18 @@ def _terms(node: cst.BaseExpression, sign: int = 1) -> list[tuple[int, cst.BaseE
         other = -sign if isinstance(node.operator, cst.Subtract) else sign
         return [*_terms(node.left, sign), *_terms(node.right, other)]
     return [(sign, node)]
+
+
+def _without_rests(terms: list[tuple[int, cst.BaseExpression]], size: str) -> list[cst.BaseExpression]:
+    """The terms of a sum without each pair `n` and `- n % size`, which together are a multiple."""
+    left = [value for sign, value in terms if sign > 0]
+    for value in (value for sign, value in terms if sign < 0):
+        whole = next((other for other in left if _rest(value, other, size)), None)
+        if whole is None:
+            left.append(value)
+        else:
+            left = [other for other in left if other is not whole]
+    return left
 
 
 def _promise(name: str, blocks: list[Block]) -> dict[cst.CSTNode, Change]:
@@ -239,4 +256,10 @@ def _call(function: str, value: cst.BaseExpression, size: str) -> cst.Call:
     return cst.Call(cst.parse_expression(function), [cst.Arg(value, comma=comma), cst.Arg(cst.parse_expression(size))])
 
 
-RULE = Rule("hints", "vectorization", "a block of offsets that surely starts at a multiple of its length", apply)
+RULE = Rule(
+    "hints",
+    "vectorization",
+    "`tl.multiple_of` and `tl.max_contiguous` wherever they are surely true",
+    "a block of offsets, or a loop variable, that surely starts at a multiple of its length",
+    apply,
+)

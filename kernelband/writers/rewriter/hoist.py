@@ -274,4 +274,10 @@ def _guard(kernel: Kernel, node: cst.For) -> str | None:
     return f"{start} < {normal(args[1] if len(args) > 1 else args[0])}"
 
 
-RULE = Rule("hoist", "vectorization", "a for loop with an expression that is the same in every pass", apply)
+RULE = Rule(
+    "hoist",
+    "vectorization",
+    "what is the same in each round of a loop is computed before it, loads too",
+    "a for loop with an expression that is the same in every pass; for loads, no write in the loop",
+    apply,
+)

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import libcst as cst
 
-from kernelband.writers.rewriter.tree import Change, children, rebuild, walk
+from kernelband.writers.rewriter.tree import Change, children, rebuild, remembered, walk
 
 Scope = cst.FunctionDef | cst.Module
 _NESTED = (cst.FunctionDef, cst.ClassDef, cst.Lambda, cst.GeneratorExp, cst.ListComp, cst.SetComp, cst.DictComp)
@@ -35,7 +35,7 @@ def own_nodes(scope: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 def code(node: cst.CSTNode) -> str:
     """Source text of a node as written."""
-    return _PRINTER.code_for_node(node)
+    return remembered(node, "code", _PRINTER.code_for_node)
 
 
 def as_ast(node: cst.CSTNode) -> ast.expr:
@@ -46,7 +46,7 @@ def as_ast(node: cst.CSTNode) -> ast.expr:
 
 def normal(node: cst.CSTNode) -> str:
     """Source text of an expression in one normal spelling, for comparison."""
-    return ast.unparse(as_ast(node))
+    return remembered(node, "normal", lambda one: ast.unparse(as_ast(one)))
 
 
 def dotted(node: cst.CSTNode) -> str:
@@ -105,7 +105,11 @@ class Binding:
 
 
 def bindings(scope: Scope | cst.BaseSuite) -> dict[str, list[Binding]]:
-    """All bindings of each name in one scope (or one block of it), in source order."""
+    """All bindings of each name in one scope (or one block of it), in source order; not to be changed."""
+    return remembered(scope, "bindings", _bindings)
+
+
+def _bindings(scope: cst.CSTNode) -> dict[str, list[Binding]]:
     found: dict[str, list[Binding]] = {}
 
     def bind(target: cst.CSTNode, value: cst.CSTNode | None, node: cst.CSTNode) -> None:
@@ -187,7 +191,7 @@ class Source:
         self.module = cst.parse_module(text)
         self.kernels: dict[str, Kernel] = {}
         self.repeated: set[str] = set()
-        self._bindings: dict[cst.CSTNode, dict[str, list[Binding]]] = {}
+        self._reach: dict[Kernel, list[Kernel]] = {}
         self._global_names = {
             item.name.value for node in walk(self.module) if isinstance(node, cst.Global) for item in node.names
         }
@@ -201,13 +205,17 @@ class Source:
 
     def edit(self, changes: Mapping[cst.CSTNode, Change]) -> str:
         """Text of a copy of the module in which each given node is replaced; all else stays as written."""
-        return rebuild(self.module, changes).code  # type: ignore[attr-defined]
+        module = rebuild(self.module, changes)
+        assert isinstance(module, cst.Module)
+        # Only a few of a module's statements change, and writing out a tree is slow: the others were written before.
+        if not module.has_trailing_newline or not module.body:
+            return module.code
+        parts = [*module.header, *module.body, *module.footer]
+        return "".join(remembered(part, "text", module.code_for_node) for part in parts)
 
     def bindings(self, scope: Scope) -> dict[str, list[Binding]]:
-        """`bindings` of a scope, computed once."""
-        if scope not in self._bindings:
-            self._bindings[scope] = bindings(scope)
-        return self._bindings[scope]
+        """`bindings` of a scope."""
+        return bindings(scope)
 
     @cached_property
     def names(self) -> set[str]:
@@ -248,8 +256,10 @@ class Source:
         return found
 
     def reach(self, kernel: Kernel) -> list[Kernel]:
-        """The kernel and every jit function of the module that it calls, directly or not."""
-        found = [kernel]
+        """The kernel and every jit function of the module that it calls, directly or not; not to be changed."""
+        if kernel in self._reach:
+            return self._reach[kernel]
+        found = self._reach[kernel] = [kernel]
         for current in found:
             for node in walk(current.node.body):
                 helper = self.kernels.get(node.func.value) if _calls_a_name(node) else None  # type: ignore

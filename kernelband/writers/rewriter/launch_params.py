@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import libcst as cst
 
-from kernelband.writers.rewriter.kernels import Knob, Launch, Source, walk
+from kernelband.writers.rewriter.kernels import Knob, Launch, Source
 from kernelband.writers.rewriter.rule import Child, Rule
+from kernelband.writers.rewriter.tunables import DEFAULTS, option_obstacle
 
-# option -> (values to try, what Triton takes when the launch does not say). The order tries neighbours first.
-_OPTIONS = {"num_warps": ((8, 2, 16, 1, 4), 4), "num_stages": ((4, 2, 5, 1, 3), 3)}
+_VALUES = {"num_warps": (8, 2, 16, 1, 4), "num_stages": (4, 2, 5, 1, 3)}  # neighbours of the default first
 
 
 def apply(source: Source) -> tuple[list[Child], list[str]]:
@@ -22,8 +22,8 @@ def apply(source: Source) -> tuple[list[Child], list[str]]:
     if not source.launches:
         words.append("no launch of a kernel is in the source")
     for launch in source.launches:
-        for option, (values, default) in _OPTIONS.items():
-            why = _obstacle(source, launch, option)
+        for option, default in DEFAULTS.items():
+            why = option_obstacle(source, launch, option)
             if why:
                 words.append(why)
                 continue
@@ -32,27 +32,12 @@ def apply(source: Source) -> tuple[list[Child], list[str]]:
             if arg is not None:
                 knob = source.trace(arg.value, launch.scopes, option)
                 before = knob.value if isinstance(knob, Knob) else "computed"
-            for value in values:
+            for value in _VALUES[option]:
                 if value != before:
                     children.append(
                         (f"{option} {before} -> {value} in {launch.where}", source.edit(_set(launch, option, value)))
                     )
     return children, words
-
-
-def _obstacle(source: Source, launch: Launch, option: str) -> str | None:
-    kernel = launch.kernel
-    if kernel.autotuned:
-        return f"{kernel.name} is autotuned, so its configs own num_warps and num_stages"
-    if option in kernel.params:
-        return f"{option} is a parameter of {kernel.name} itself"
-    if option not in launch.args and launch.opaque:
-        return f"{option} of {kernel.name} may come through *args or **kwargs"
-    if option == "num_stages" and not any(
-        isinstance(node, (cst.For, cst.While)) for part in source.reach(kernel) for node in walk(part.node.body)
-    ):
-        return f"{kernel.name} has no loop to pipeline"
-    return None
 
 
 def _set(launch: Launch, option: str, value: int) -> dict[cst.CSTNode, cst.CSTNode]:
@@ -96,4 +81,10 @@ def add_keyword(call: cst.Call, keyword: str, value: cst.BaseExpression) -> cst.
     return call.with_changes(args=[*head, last, new])
 
 
-RULE = Rule("launch_params", "pipeline", "a launch of a kernel that is not autotuned", apply)
+RULE = Rule(
+    "launch_params",
+    "pipeline",
+    "another `num_warps` or `num_stages`",
+    "a launch of a kernel that is not autotuned",
+    apply,
+)

@@ -276,4 +276,10 @@ def _like_a_number(source: Source, flow: Flow, loop: cst.For) -> str | None:
     return None
 
 
-RULE = Rule("loop_range", "pipeline", "a for loop over a range in a kernel", apply)
+RULE = Rule(
+    "loop_range",
+    "pipeline",
+    "`num_stages`, `loop_unroll_factor` or `flatten` of a loop by `tl.range`, few constant rounds by `tl.static_range`",
+    "a for loop over a range whose rounds do not read what earlier ones wrote",
+    apply,
+)

@@ -1,6 +1,6 @@
 """Rule family `math`: the same mathematics with cheaper instructions.
 
-Owns: exp by exp2, log by log2, one reciprocal and products in place of divisions, rsqrt in place of a division by a
+Owns: exp by exp2, one reciprocal and products in place of divisions, rsqrt in place of a division by a
 square root, a product in place of a power of two. Constants are written to float64's precision and take the type of
 what they multiply. A division changes only where the types say that the reciprocal is as exact as the quotient was:
 results differ by the rounding of one more operation. (Below 2**-126 a reciprocal overflows, as Triton's own division,
@@ -18,7 +18,7 @@ from kernelband.writers.rewriter.kernels import Kernel, Source, called, code, do
 from kernelband.writers.rewriter.rule import Child, Rule
 from kernelband.writers.rewriter.tree import Change, children, rebuild
 
-_LOG2_E, _LN_2 = "1.4426950408889634", "0.6931471805599453"
+_LOG2_E = "1.4426950408889634"
 _ROUNDED = "{} in {} goes into an integer, where the last bit decides which"
 _TO_INTEGER = {"floor", "ceil", "round", "rint", "nearbyint", "trunc", "llrint", "argmax", "argmin"}
 Changes = dict[cst.CSTNode, Change]
@@ -37,7 +37,6 @@ def apply(source: Source) -> tuple[list[Child], list[str]]:
         before = len(found)
         for text, changes in (
             ("exp -> exp2", _exponentials(kernel, flow, name, words)),
-            ("log -> log2", _logarithms(kernel, name)),
             ("pow(x, 2) -> x * x", _squares(source, kernel, flow)),
             ("division by a square root -> rsqrt", _roots(kernel, flow, name, words)),
         ):
@@ -47,7 +46,7 @@ def apply(source: Source) -> tuple[list[Child], list[str]]:
                 found.append((f"{text} in {kernel.name}", source.edit(changes)))
         found += _reciprocals(source, kernel, flow, words)
         if len(found) == before:
-            words.append(f"{kernel.name} has no exp, log, power or division that a cheaper one can replace")
+            words.append(f"{kernel.name} has no exp, power or division that a cheaper one can replace")
     return found, words
 
 
@@ -79,14 +78,6 @@ def _exponentials(kernel: Kernel, flow: Flow, name: str, words: list[str]) -> Ch
         else:
             found[call] = change
     return found
-
-
-def _logarithms(kernel: Kernel, name: str) -> Changes:
-    def change(node: cst.CSTNode) -> cst.CSTNode:
-        assert isinstance(node, cst.Call)
-        return _binary(_renamed(node, "log2"), cst.Multiply, cst.Float(_LN_2))
-
-    return dict.fromkeys(_functions(kernel, name, "log"), change)
 
 
 def _renamed(call: cst.Call, function: str) -> cst.Call:
@@ -267,4 +258,10 @@ def _short(node: cst.CSTNode) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-RULE = Rule("math", "vectorization", "an exp, log, power of two or division in a kernel", apply)
+RULE = Rule(
+    "math",
+    "vectorization",
+    "`exp2` for `exp`, one reciprocal for divisions, `rsqrt` for a division by a root, a product for a square",
+    "an exp, power of two or division in a kernel that float32 is wide enough for and that no rounding to integers follows",
+    apply,
+)

@@ -3,7 +3,8 @@
 Owns: the joining of two neighbouring loops over one range. Loops that do not need each other are simply joined. Where the
 second needs the maximum that the first finds, a sum of exponentials is rescaled as the maximum grows; where it needs the
 mean, squares of deviations are gathered around running means and put right in the end (Welford; Chan by blocks), never as
-E[x^2] - E[x]^2. Recognised by structure; whatever else a loop holds makes it stay.
+E[x^2] - E[x]^2. Recognised by structure; whatever else a loop holds makes it stay. Two reductions of one block are the
+business of `online_block.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from itertools import pairwise
 
 import libcst as cst
 
+from kernelband.writers.rewriter import online_block
 from kernelband.writers.rewriter.kernels import Kernel, Source, bindings, called, code, names_in, normal, walk
 from kernelband.writers.rewriter.passes import assigned, count_name, leaves_early, lines_of, needed, plain_lines
 from kernelband.writers.rewriter.rule import Child, Rule
@@ -69,6 +71,7 @@ def apply(source: Source) -> tuple[list[Child], list[str]]:
                 words.append(f"{kernel.name}: the two loops over {code(pair.one.target)} read different data")
             else:
                 made.append((f"{joined.how} in one pass over {code(pair.one.target)} in {kernel.name}", text))
+        made += online_block.apply(source, kernel)
     return made, words
 
 
@@ -326,4 +329,10 @@ def _repeated(source: Source, kernel: Kernel) -> int:
     return sum(len(repeat.later) for repeat in found.repeats) + len(again)
 
 
-RULE = Rule("online", "fusion", "two loops over one range, the second of which needs a maximum or a mean, or nothing", apply)
+RULE = Rule(
+    "online",
+    "fusion",
+    "two passes of reduction become one: rescaled sums of exponentials, Welford around a mean, joined loops",
+    "two loops over one range, or two reductions of one block, the second of which needs a maximum or a mean, or nothing",
+    apply,
+)

@@ -101,4 +101,10 @@ def _launch(
     return relaunched(source, site, lines, f"(min({total}, {programs}),)", arguments)
 
 
-RULE = Rule("persistent", "reordering", "a kernel whose grid can be counted at its launch, or inside it", apply)
+RULE = Rule(
+    "persistent",
+    "reordering",
+    "as many programs as run at once stride over the tiles",
+    "a kernel whose grid can be counted at its launch, or inside it, and whose programs do not wait for each other",
+    apply,
+)

@@ -12,7 +12,6 @@ import libcst as cst
 
 from kernelband.writers.rewriter.kernels import (
     Kernel,
-    Knob,
     Source,
     argument,
     bindings,
@@ -23,7 +22,8 @@ from kernelband.writers.rewriter.kernels import (
     walk,
 )
 from kernelband.writers.rewriter.rule import Child, Rule
-from kernelband.writers.rewriter.tiles import has_dot, program_axis, program_names, roles
+from kernelband.writers.rewriter.tiles import has_dot, program_axis
+from kernelband.writers.rewriter.tunables import group_sizes
 
 _GROUPS = (8, 4, 16)
 _REGROUPS = (8, 4, 16, 1)
@@ -51,7 +51,7 @@ def apply(source: Source) -> tuple[list[Child], list[str]]:
     children: list[Child] = []
     words: list[str] = []
     for kernel in source.kernels.values():
-        sizes = _group_sizes(source, kernel)
+        sizes = group_sizes(source, kernel)
         if sizes:
             for name, knob in sizes:
                 for size in _REGROUPS:
@@ -191,40 +191,6 @@ def _language(kernel: Kernel) -> str:
     return "tl"
 
 
-def _group_sizes(source: Source, kernel: Kernel) -> list[tuple[str, Knob]]:
-    """Constants of a kernel that group programs: no tile, but used as `min(..., G)` and as a factor."""
-    local = bindings(kernel.node)
-    known = roles(source, kernel)
-    found: list[tuple[str, Knob]] = []
-    for name in [*kernel.params, *local]:
-        constant = name in known and not known[name].shape
-        inner = [
-            b.value
-            for b in local.get(name, [])
-            if isinstance(b.node, cst.AnnAssign) and isinstance(b.value, cst.Integer) and b.kind == "assign"
-        ]
-        if not (constant or inner) or not _groups(kernel, name):
-            continue
-        if inner and isinstance(inner[0], cst.Integer):
-            knobs: list[Knob | str] = [Knob(inner[0], inner[0].evaluated_value, ())]
-        else:
-            knobs = [source.resolve(launch, name) for launch in source.launches if launch.kernel is kernel]
-        for knob in knobs:
-            if isinstance(knob, Knob) and all(knob.node is not other.node for _, other in found):
-                found.append((name, knob))
-    return found
-
-
-def _groups(kernel: Kernel, name: str) -> bool:
-    limit = factor = False
-    for node in walk(kernel.node.body):
-        if called(node) in ("min", "minimum") and isinstance(node, cst.Call):
-            limit |= any(isinstance(arg.value, cst.Name) and arg.value.value == name for arg in node.args)
-        elif isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Multiply):
-            factor |= any(isinstance(side, cst.Name) and side.value == name for side in (node.left, node.right))
-    return limit and factor and bool(program_names(kernel))
-
-
 def _named(local: dict, axis: str) -> str | None:
     """The name that holds the program id of an axis and nothing else."""
     for name, all_ in local.items():
@@ -278,6 +244,7 @@ def _pays(source: Source, kernel: Kernel, first: str, second: str) -> bool:
 RULE = Rule(
     "program_order",
     "reordering",
+    "programs walk the grid in groups, or in groups of another size",
     "two program ids whose programs share data, or a group size that one integer literal fixes",
     apply,
 )

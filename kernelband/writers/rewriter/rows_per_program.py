@@ -106,4 +106,10 @@ def _child(source: Source, work: Plan, axis: int, rows: int) -> str:
     return source.edit(changes)
 
 
-RULE = Rule("rows_per_program", "tiling", "a program id that is an index of rows in pointer arithmetic", apply)
+RULE = Rule(
+    "rows_per_program",
+    "tiling",
+    "a program takes 2, 4 or 8 rows, one after the other",
+    "a program id that is an index of rows in pointer arithmetic, and a grid that can be counted",
+    apply,
+)

@@ -13,9 +13,11 @@ Child = tuple[str, str]
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule family. `apply` gives its children, and words about each place to which it does not apply."""
+    """One rule family: what it does, and where it may, in words. `apply` gives its children, and words about each place
+    to which it does not apply."""
 
     name: str
     strategy: str
+    does: str
     precondition: str
     apply: Callable[[Source], tuple[list[Child], list[str]]]

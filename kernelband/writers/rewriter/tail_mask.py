@@ -350,5 +350,9 @@ def _in_brackets(node: cst.BaseExpression) -> str:
 
 
 RULE = Rule(
-    "tail_mask", "vectorization", "a loop over blocks whose loads or stores are masked by the loop's bound", apply
+    "tail_mask",
+    "vectorization",
+    "a loop without masks over full blocks, and a masked tail",
+    "a loop over blocks whose loads or stores are masked by the loop's bound",
+    apply,
 )

@@ -1,6 +1,7 @@
 """Reading and rebuilding libcst trees quickly.
 
-Owns: walking a tree without its white space, and copying it with a few nodes replaced. libcst's own `children` and
+Owns: walking a tree without its white space, copying it with a few nodes replaced, and remembering what was read off a
+node (a node never changes, so what is a function of the node alone need not be computed twice). libcst's own `children` and
 `visit` do both too, but build visitor state for each white-space node; over the hundreds of walks that the rules make
 of one module that was a hundred times slower.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from typing import TypeVar
 
 import libcst as cst
 
@@ -22,6 +24,24 @@ _LAYOUT = {
     "header", "footer", "indent", "newline", "first_line", "last_line", "empty_lines",
 }  # fmt: skip
 _FIELDS: dict[type, tuple[str, ...]] = {}
+_Value = TypeVar("_Value")
+
+
+_KNOWN: dict[str, dict[cst.CSTNode, object]] = {}
+_MOST = 50_000
+
+
+def remembered(node: cst.CSTNode, name: str, make: Callable[[cst.CSTNode], _Value]) -> _Value:
+    """`make(node)`, computed once for the node. The value is shared by all who ask, so nobody may change it.
+
+    A node has no room for it (libcst gives its nodes slots), so that it is kept here, until there are too many.
+    """
+    known = _KNOWN.setdefault(name, {})
+    if node not in known:
+        if len(known) >= _MOST:
+            known = _KNOWN[name] = {}
+        known[node] = make(node)
+    return known[node]  # type: ignore[return-value]
 
 
 def _fields(kind: type) -> tuple[str, ...]:
@@ -32,7 +52,11 @@ def _fields(kind: type) -> tuple[str, ...]:
 
 
 def children(node: cst.CSTNode) -> list[cst.CSTNode]:
-    """The nodes directly below a node, without white space, comments, brackets, commas and operators."""
+    """The nodes directly below a node, without white space, comments, brackets, commas and operators; not to be changed."""
+    return remembered(node, "children", _children)
+
+
+def _children(node: cst.CSTNode) -> list[cst.CSTNode]:
     found: list[cst.CSTNode] = []
     for name in _fields(type(node)):
         value = getattr(node, name)
@@ -52,9 +76,14 @@ def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         stack.extend(reversed(children(current)))
 
 
+def parents_of(root: cst.CSTNode) -> dict[cst.CSTNode, cst.CSTNode]:
+    """Each node below the root with the one above it; not to be changed."""
+    return remembered(root, "parents", lambda top: {child: node for node in walk(top) for child in children(node)})
+
+
 def rebuild(root: cst.CSTNode, changes: Mapping[cst.CSTNode, Change]) -> cst.CSTNode:
     """A copy of the tree in which the given nodes (compared by identity) are changed; the rest is shared."""
-    parents = {child: node for node in walk(root) for child in children(node)}
+    parents = parents_of(root)
     path: set[cst.CSTNode] = set()
     for node in changes:
         current: cst.CSTNode | None = node

@@ -239,4 +239,10 @@ def _once(source: Source, variable: str, loop: cst.CSTNode) -> cst.FlattenSentin
     return cst.FlattenSentinel([first, *loop.body.body])
 
 
-RULE = Rule("whole_row", "tiling", "a launch of a kernel whose loops run over the masked blocks of one row", apply)
+RULE = Rule(
+    "whole_row",
+    "tiling",
+    "a row that fits is one block and loaded once; the loops stay for longer rows",
+    "a launch of a kernel whose loops run over the blocks of one row, each access in them masked by the length of the row",
+    apply,
+)
