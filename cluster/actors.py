@@ -38,8 +38,8 @@ class _Judging:
 class WriterActor:
     """All writers of a run in one process: they share the memory of what was tried."""
 
-    def __init__(self, names: list[str], seed: int, tried: list[str], run: str):
-        self.team = Team(names, seed, tried, RunFolder(Path(run)).source)
+    def __init__(self, names: list[str], seed: int, tried: list[str], run: str, without: list[str]):
+        self.team = Team(names, seed, tried, RunFolder(Path(run)).source, without)
 
     def offers(self, source: str) -> dict[str, dict[str, int]]:
         return self.team.offers(source)

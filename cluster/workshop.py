@@ -24,6 +24,7 @@ from kernelband.errors import RunFailed
 from kernelband.evaluate import profile
 from kernelband.evaluate.compile import Compiled, Target
 from kernelband.evaluate.judgement import Judgement
+from kernelband.evaluate.model import UNSEEN
 from kernelband.evaluate.specs import in_other_layouts, shapes_only
 from kernelband.folder import RunFolder
 from kernelband.journal import NAME as JOURNAL
@@ -92,7 +93,8 @@ class Workshop:
         cache, oracle = str(folder.cache.resolve()), str(folder.task.resolve())
         self.tried = list(tried)
         names, run = list(writers), str(folder.path.resolve())
-        self.writers = Pool(lambda: actors.WriterActor.remote(names, seed, list(self.tried), run), 1)
+        without = [] if device.measured else sorted(UNSEEN)
+        self.writers = Pool(lambda: actors.WriterActor.remote(names, seed, list(self.tried), run, without), 1)
         self.writing = Batcher(self._write)
         self.compilers = Pool(lambda: actors.CompilerActor.remote(
             cache, task.task.entry, cases, target, compile_s, hidden), compilers)

@@ -230,6 +230,7 @@ def _drive(folder: RunFolder, task: LoadedTask, where: device.Device, config: Co
     from cluster.faults import one_line_errors
     from cluster.workshop import Workshop
     from kernelband.candidate import identity
+    from kernelband.evaluate.model import UNSEEN
     from policies import make
 
     assert state.start
@@ -241,7 +242,8 @@ def _drive(folder: RunFolder, task: LoadedTask, where: device.Device, config: Co
     with View(console or Console(stderr=True), quiet) as view:
         view.refresh(state, status)
         if not where.measured:
-            view.say(f"No GPU is used: every time for {where.label} is modelled, and says so.")
+            view.say(f"No GPU is used: every time for {where.label} is modelled, and says so. Left out, because the model cannot "
+                     f"see what they do: {', '.join(sorted(UNSEEN))}.")
         with local.session(config.address), one_line_errors():
             gpus = local.gpu_count()
             if where.measured:

@@ -38,6 +38,10 @@ ATOMICS_PER_CLOCK = 1.0  # judged: lanes of atomics a clock and SM that L2 takes
 LIBRARY_DRAM, LIBRARY_MMA = 0.85, 0.70  # judged: what torch's own kernels reach
 BLOCK_START_NS = 500.0  # judged: start, first addresses and end of one block
 
+UNSEEN = frozenset({"program_order", "cache_hints", "hints", "autotune"})
+"""Rule families of the rewriter whose children cost what their parent costs here, whatever a GPU would say: a search on a
+modelled device does not ask for them."""
+
 BLIND: dict[str, str] = {
     "cache modifiers": "Cache and eviction hints on loads and stores change nothing in the counted traffic.",
     "program order": "Grouping or swizzling programs, or letting a few stride over all tiles, is not seen: L2 reuse between "

@@ -6,7 +6,7 @@ each could make of it. Chooses neither writer nor strategy: the policy does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from kernelband.writers import Request, Writer, Written
@@ -17,10 +17,11 @@ from kernelband.writers.tuner import Tuner
 
 class Team:
     """names: which writers, out of `writers.WriterName`. tried: identities of all sources that the run knows already.
-    source_of: the text of a candidate by its hash."""
+    source_of: the text of a candidate by its hash. without: rule families that the rewriter is not asked for."""
 
-    def __init__(self, names: Sequence[str], seed: int, tried: Iterable[str], source_of: Callable[[str], str]):
-        rewriter = Rewriter(seed, tried)
+    def __init__(self, names: Sequence[str], seed: int, tried: Iterable[str], source_of: Callable[[str], str],
+                 without: Collection[str] = ()):
+        rewriter = Rewriter(seed, tried, without)
         self.tuner = Tuner(seed, rewriter.tried, source_of)
         known: dict[str, Writer] = {"rewriter": rewriter, "tuner": self.tuner}
         self.writers = {name: known[name] for name in names}
