@@ -36,7 +36,7 @@ test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" -q
 
 test-slow: $(VENV)/.installed
-	$(BIN)/python -m pytest -m slow -v
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow -v
 
 docs: $(VENV)/.installed
 	$(BIN)/python docs/figures.py

@@ -148,6 +148,23 @@ def test_a_rule_that_raises_fails_its_own_request_only(monkeypatch):
     assert writer.write(Request(3, "p", KERNEL, "pipeline")).kind == "written"
 
 
+def test_rule_families_take_turns_and_some_are_not_asked():
+    from rewriter_cases import SOFTMAX
+
+    from kernelband.evaluate.model import UNSEEN
+    from kernelband.writers.rewriter import FAMILIES
+
+    names = [rule.name for rule in FAMILIES]
+    assert set(names) > UNSEEN
+    writer = Rewriter(0, without=UNSEEN)
+    made = [writer.write(Request(i, "p", SOFTMAX, "vectorization")) for i in range(12)]
+    families = [one.family for one in made if one.kind == "written"]
+    first = families[:len(set(families))]
+    assert first == sorted(set(families), key=names.index) and len(first) > 1 and not UNSEEN & set(families)
+    offered = Rewriter(0).offers(SOFTMAX)
+    assert sum(Rewriter(0, without=UNSEEN).offers(SOFTMAX).values()) < sum(offered.values()) and "access_layout" in offered
+
+
 def workshop(**fields):
     shop = object.__new__(Workshop)
     for name, value in fields.items():
@@ -178,12 +195,20 @@ def test_a_judge_on_a_gpu_is_told_the_source_of_the_incumbent():
 
     judge = Actor(*[{"kind": "wrong"}] * 2)
     compiler = Actor(Compiled(True, {}, cache=Path("/cache/inc")))
-    shop = workshop(measured=True, _caches={}, judges=Pool(lambda: judge, 1), compilers=Pool(lambda: compiler, 1))
+    shop = workshop(measured=True, _caches={}, judges=Pool(lambda: judge, 1), compilers=Pool(lambda: compiler, 1),
+                    compile_s=77.0)
     new = Compiled(True, {}, cache=Path("/cache/new"))
     for _ in range(2):  # the second time the incumbent's cache is known
         assert asyncio.run(shop.judge("n", "new", new, "i", "old", 0.5)) == Judgement("wrong")
     assert judge.calls == [("judge", ("n", "new", "/cache/new", "i", "old", "/cache/inc", 0.5))] * 2
-    assert len(compiler.calls) == 1
+    assert compiler.calls == [("compile", ("old", 77.0))]
+
+
+def test_with_a_gpu_a_candidate_may_compile_eight_times_as_long_as_the_baseline():
+    for measured, took, given in ((True, 2.0, 30.0), (True, 7.5, 60.0), (True, 90.0, 120.0), (False, 7.5, 120.0)):
+        shop = workshop(measured=measured, compile_s=120.0)
+        shop.know_compile_time(took)
+        assert shop.compile_s == given
 
 
 def test_a_gpu_actor_whose_baseline_fails_is_refused():
