@@ -86,6 +86,7 @@ def test_a_candidate_is_tuned_once_and_its_final_children_choose_the_same(monkey
 
 
 @pytest.mark.parametrize("said", [{"tuned": "no"}, {}, {"tuned": [{"kernel": "k", "key": [[]], "config": 0}], "seconds": "long"},
+                                  {"tuned": [{"kernel": "k" * 999, "key": [], "config": 0}]},
                                   {"tuned": [{"kernel": "k", "key": [], "config": -1}], "seconds": float("inf")}])
 def test_what_a_child_says_of_its_choices_is_taken_only_in_the_right_form(said):
     made = supervisor(simple())

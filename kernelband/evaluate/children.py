@@ -39,10 +39,14 @@ def alive(child: Child) -> bool:
 TUNES = "autotune"
 """What a source that tunes itself has in its text."""
 
+MOST_CHOICES, LONGEST = 200, 200
+"""Choices of one source that are kept, and characters of a text in them: they are a candidate's own words."""
+
 
 def _choice(one: Any) -> bool:
     """Whether a child's word on one choice has the form that it should have."""
     return (isinstance(one, dict) and isinstance(one.get("kernel"), str) and isinstance(one.get("key"), list)
+            and len(one["kernel"]) + sum(len(part) for part in one["key"] if isinstance(part, str)) <= LONGEST
             and isinstance(one.get("config"), int) and one["config"] >= 0
             and all(part is None or isinstance(part, (bool, int, float, str)) for part in one["key"]))
 
@@ -124,11 +128,11 @@ class Children:
         if TUNES not in source:
             return {}, 0.0
         said = child.request("tuned", timeout_s=self.timeout_s)
-        found = [one for one in said["tuned"] if _choice(one)] if isinstance(said.get("tuned"), list) else []
+        found = [one for one in said["tuned"] if _choice(one)][:MOST_CHOICES] if isinstance(said.get("tuned"), list) else []
         self.tuned.setdefault(source, found)
         seconds = said.get("seconds")
         spent = float(seconds) if isinstance(seconds, (int, float)) and 0 <= seconds < 1e6 else 0.0
-        return {f"{one['kernel']}{one['key']}": str(one.get("text", ""))[:200] for one in found}, spent
+        return {f"{one['kernel']}{one['key']}": str(one.get("text", ""))[:LONGEST] for one in found}, spent
 
     def plain(self) -> Child:
         """A child without a context, for a tool that makes its own. Raises Refused("infra")."""
