@@ -189,14 +189,14 @@ def truth(task: Task, case: Case, inputs: dict[str, Any]) -> Truth:
 
 
 def _shaken(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Floating tensors in fp64, each element up or down, by chance, by four times eps of float32 times the square root of the
+    """Floating tensors in fp64, each element up or down, by chance, by eight times eps of float32 times the square root of the
     longest last axis: so much do the rounding errors of a sum of that length come to, with room for errors that are not
     independent (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, section 2.8: the rule of thumb). The root is
     taken as 16 at most, so that what was computed in TF32 stays far outside."""
     moved = dict(inputs)
     floats = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
     long = max((v.shape[-1] for v in floats.values() if v.ndim), default=1)
-    most = 4 * torch.finfo(torch.float32).eps * min(16.0, math.sqrt(max(1, long)))
+    most = 8 * torch.finfo(torch.float32).eps * min(16.0, math.sqrt(max(1, long)))
     for name, value in floats.items():
         wide = value.double()
         signs = torch.randint(2, wide.shape, device=wide.device) * 2 - 1
