@@ -3,6 +3,10 @@ that somebody has mangled."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -277,3 +281,15 @@ def mutated(draw) -> str:
             new = draw(st.sampled_from([*words, "-1", "(a, *b)", "lambda q: q", "x[0]"]))
             lines[at] = lines[at].replace(old, new)
     return "\n".join(lines) + "\n"
+
+
+def compared(folder: Path, jobs: list[dict]) -> dict:
+    """Run parents and children in one process with Triton's interpreter: {"bad": what differed, "runs": how many ran}."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    (folder / "runner.py").write_text(RUNNER)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(folder / "runner.py"), str(folder / "jobs.json")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert "RESULT" in done.stdout, done.stderr[-3000:]
+    told: dict = json.loads(done.stdout.split("RESULT")[1])
+    return told

@@ -7,15 +7,11 @@ Triton's interpreter, and only `compiler` compiles them, for sm_90.
 from __future__ import annotations
 
 import ast
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from rewriter_cases import ADD, GROUPED, HEAD, HELPER, LAYER_NORM, MATMUL, OFFSET_LOOP, RUNNER, SOFTMAX
+from rewriter_cases import ADD, GROUPED, HEAD, HELPER, LAYER_NORM, MATMUL, OFFSET_LOOP, SOFTMAX, compared
 from rules_hints_cases import ALL, ATTEND, CARRIED, NESTED, RULES, RUNNING, change, children, words
 
 from kernelband.candidate import normal_form
@@ -307,13 +303,7 @@ def semantics(tmp_path_factory) -> dict:
                 child.write_text(text)
                 job = {"parent": str(folder / f"{name}.py"), "child": str(child), "calls": calls, "exact": rule in EXACT}
                 jobs.append({**job, "description": f"{name}: {said}"})
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    (folder / "runner.py").write_text(RUNNER)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(folder / "runner.py"), str(folder / "jobs.json")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert "RESULT" in done.stdout, done.stderr[-3000:]
-    return json.loads(done.stdout.split("RESULT")[1])
+    return compared(folder, jobs)
 
 
 def test_every_child_computes_what_its_parent_computes(semantics):

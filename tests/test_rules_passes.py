@@ -7,15 +7,11 @@ together in Triton's interpreter on shapes at the edges of a block, empty rows a
 from __future__ import annotations
 
 import ast
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from rewriter_cases import AUTOTUNED, GROUPED, LAYER_NORM, MATMUL, OFFSET_LOOP, RUNNER, SOFTMAX
+from rewriter_cases import AUTOTUNED, GROUPED, LAYER_NORM, MATMUL, OFFSET_LOOP, SOFTMAX, compared
 from rules_passes_cases import (
     CALLS,
     LOGSUMEXP,
@@ -282,13 +278,7 @@ def semantics(tmp_path_factory) -> dict:
             some = calls if index < first else calls[::3]
             job = {"parent": str(parent), "child": str(child), "calls": some, "exact": exact}
             jobs.append({**job, "description": f"{name}: {text}"})
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    (folder / "runner.py").write_text(RUNNER)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(folder / "runner.py"), str(folder / "jobs.json")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert "RESULT" in done.stdout, done.stderr[-3000:]
-    return json.loads(done.stdout.split("RESULT")[1])
+    return compared(folder, jobs)
 
 
 def test_every_child_computes_what_its_parent_computes(semantics):
